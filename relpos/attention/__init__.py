@@ -1,0 +1,243 @@
+"""Attention with any encoding. `encoding` says what, `impl` says how.
+
+- `attention(q, k, v, encoding, ...)`: the whole path, from unrotated q and k.
+- `attend(q, k, v, terms, layout, ...)`: the core, for callers that rotate and cache keys themselves (the models).
+- `bias_matrix(encoding, length, ...)`: the additive part as a dense matrix, to look at.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from relpos.attention import blockwise, reference
+from relpos.encodings import Encoding, build
+from relpos.errors import UserError, nearest
+from relpos.terms import Context, Layout, Rotation, Term
+
+IMPLEMENTATIONS = ("auto", "reference", "blockwise", "fused")
+DENSE_CELLS = 1 << 23  # up to so many score cells the dense reference is the faster of the two on a CPU
+
+
+def choose(
+    impl: str,
+    q: Tensor,
+    k: Tensor,
+    terms: list[Term],
+    layout: Layout,
+    *,
+    rescores: bool = False,
+    return_weights: bool = False,
+) -> tuple[str, str]:
+    """The implementation that will run and why. An explicit `impl` never falls back: what it cannot do is an error."""
+    if impl not in IMPLEMENTATIONS:
+        raise UserError(f"there is no implementation {impl!r}.{nearest(impl, IMPLEMENTATIONS)}")
+    if impl == "reference":
+        return impl, "asked for"
+    if return_weights:
+        if impl != "auto":
+            raise UserError(f"impl={impl!r} never holds the weights; use impl='reference' or 'auto' to see them")
+        return "reference", "the weights were asked for"
+    if impl == "blockwise":
+        return impl, "asked for"
+    from relpos.attention import fused
+
+    obstacle = fused.obstacle(q, k, terms, layout, rescores=rescores)
+    if impl == "fused":
+        if obstacle:
+            raise UserError(f"impl='fused' cannot run here: {obstacle}. impl='auto' picks one that can")
+        return impl, "asked for"
+    if obstacle is None and q.is_cuda:
+        return "fused", "on a GPU and every term has a kernel"
+    why = obstacle or "no GPU"
+    if q.shape[0] * q.shape[1] * layout.Tq * layout.Tk <= DENSE_CELLS:
+        return "reference", f"{why}; small enough to be dense"
+    return "blockwise", f"{why}; memory linear in the length"
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: list[Term],
+    layout: Layout,
+    *,
+    scale: float | None = None,
+    rescore: reference.Rescore | None = None,
+    impl: str = "auto",
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend with q and k already rotated. q [B,H,Tq,D], k and v [B,Hkv,Tk,D]."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    how, _ = choose(impl, q, k, terms, layout, rescores=rescore is not None, return_weights=return_weights)
+    if how == "reference":
+        out, weights = reference.attend(q, k, v, terms, layout, scale, rescore)
+        return (out, weights) if return_weights else out
+    if how == "blockwise":
+        return blockwise.attend(q, k, v, terms, layout, scale, rescore)
+    from relpos.attention import fused
+
+    return fused.attend(q, k, v, terms, layout, scale)
+
+
+def prepare(
+    encoding: Encoding,
+    layout: Layout,
+    hidden: Tensor | None = None,
+    state: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Rotation | None, list[Term]]:
+    """The rotation and the terms of one call. `hidden` covers all keys, or, with `state`, at least the queries."""
+    encoding.checks(layout, dtype)
+    if encoding.content:
+        if hidden is None:
+            raise UserError(f"{encoding.name} reads the layer's input: pass hidden=[B, Tk, {encoding.hidden_size}]")
+        if hidden.shape[-1] != encoding.hidden_size:
+            raise UserError(f"hidden has {hidden.shape[-1]} features; {encoding.name} was built for {encoding.hidden_size}")
+        if state is None:
+            if hidden.shape[1] != layout.Tk:
+                raise UserError(f"hidden has {hidden.shape[1]} tokens but there are {layout.Tk} keys: pass state too")
+            state = encoding.key_state(hidden, layout)
+        if hidden.shape[1] == layout.Tk and layout.Tk != layout.Tq:
+            hidden = layout.at_queries(hidden.transpose(1, 2)).transpose(1, 2)
+        elif hidden.shape[1] != layout.Tq:
+            raise UserError(f"hidden has {hidden.shape[1]} tokens; expected {layout.Tk} (keys) or {layout.Tq} (queries)")
+    positions = torch.promote_types(dtype, torch.float32)
+    context = Context(layout, hidden, state, positions)
+    return encoding.rotate(context), encoding.terms(context)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise UserError(
+            f"q must be [B,H,Tq,D] and k, v [B,Hkv,Tk,D]; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    B, H, _, D = q.shape
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != B or k.shape[3] != D:
+        raise UserError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
+    if H % k.shape[1]:
+        raise UserError(f"{H} query heads cannot share {k.shape[1]} key heads: the first must be a multiple of the second")
+    if encoding.heads != H:
+        raise UserError(f"{encoding.name} was built for {encoding.heads} heads and q has {H}")
+    mask = layout.key_padding_mask
+    if mask is not None and tuple(mask.shape) != (B, layout.Tk):
+        raise UserError(f"key_padding_mask must be [B, Tk] = [{B}, {layout.Tk}], not {list(mask.shape)}")
+    if layout.cu_seqlens is not None:
+        if B != 1:
+            raise UserError(f"cu_seqlens packs documents into one row: batch must be 1, not {B}")
+        if mask is not None or layout.positions is not None:
+            raise UserError("cu_seqlens already says where documents end: pass no key_padding_mask or positions with it")
+    if isinstance(layout.q_offset, int) and not 0 <= layout.q_offset <= layout.Tk - layout.Tq:
+        raise UserError(f"q_offset={layout.q_offset} puts {layout.Tq} queries outside {layout.Tk} keys")
+    if layout.q_offset is None and layout.Tq > layout.Tk:
+        raise UserError(f"{layout.Tq} queries cannot be the last of {layout.Tk} keys")
+    if isinstance(layout.q_offset, Tensor) and tuple(layout.q_offset.shape) != (B,):
+        raise UserError(f"q_offset must be an int or [B] = [{B}], not {list(layout.q_offset.shape)}")
+    if layout.window is not None and layout.window < 1:
+        raise UserError(f"window must be at least 1, not {layout.window}")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding | str,
+    *,
+    hidden: Tensor | None = None,
+    state: Tensor | None = None,
+    positions: Tensor | None = None,
+    causal: bool = True,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    impl: str = "auto",
+    return_weights: bool = False,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention with a positional encoding.
+
+    q [B,H,Tq,D]; k and v [B,Hkv,Tk,D], where Hkv divides H; hidden [B,Tk,hidden_size] for encodings that read the
+    layer's input; state, what such an encoding's `key_state` gave for all keys (then hidden may cover the queries
+    only); positions [B,Tk]; key_padding_mask [B,Tk], True for real tokens; cu_seqlens, document borders of packed
+    text; q_offset, the column of the first query, `Tk - Tq` by default; window, a query sees keys with |d| < window.
+
+    Returns [B,H,Tq,D], and the weights [B,H,Tq,Tk] with `return_weights`. The row of a query that sees no key, or is
+    padding itself, is zero. No value of a tensor is read on the host.
+    """
+    for what, given in (("attention sinks", sinks is not None), ("soft-capping", softcap), ("attention dropout", dropout)):
+        if given:
+            raise UserError(f"{what} is not supported: the kernels drop what is constant along a row of scores")
+    if isinstance(encoding, str):
+        encoding = build(encoding, heads=q.shape[1], head_dim=q.shape[-1])
+        if any(True for _ in encoding.parameters()):
+            raise UserError(f"{encoding.name} has parameters: build it once with relpos.encodings.build and pass that")
+    if positions is not None and positions.dim() == 1:
+        positions = positions[None]
+    layout = Layout(
+        Tq=q.shape[2],
+        Tk=k.shape[2],
+        device=q.device,
+        causal=causal,
+        q_offset=q_offset,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        positions=positions,
+        window=window,
+    )
+    _check(q, k, v, encoding, layout)
+    rotation, terms = prepare(encoding, layout, hidden, state, q.dtype)
+    q, k = reference.apply_rotation(q, k, rotation)
+    rescore = encoding.rescore if encoding.rescores else None
+    return attend(q, k, v, terms, layout, scale=scale, rescore=rescore, impl=impl, return_weights=return_weights)
+
+
+def bias_matrix(
+    encoding: Encoding | str,
+    length: int,
+    hidden: Tensor | None = None,
+    *,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """The additive bias as float32 [H,T,T], or [B,H,T,T] where the hidden state or q and k matter; `-inf` above the
+    diagonal when causal. For encodings that rescore, the new score minus the plain one."""
+    if isinstance(encoding, str):
+        encoding = build(encoding)
+    if not encoding.additive:
+        raise UserError(
+            f"{encoding.name} adds nothing to the scores, so it has no bias matrix; look at its scores instead: "
+            "relpos figure --kind scores"
+        )
+    if length < 1:
+        raise UserError(f"length must be at least 1, not {length}")
+    if hidden is not None and hidden.dim() == 2:
+        hidden = hidden[None]
+    for name, x in (("hidden", hidden), ("q", q), ("k", k)):
+        if x is not None and bool(torch.isnan(x).any()):
+            raise UserError(f"{name} holds NaN")
+        if x is not None and x.shape[-2] != length:
+            raise UserError(f"{name} has {x.shape[-2]} tokens; length is {length}")
+    given = next((x for x in (hidden, q, *encoding.parameters()) if x is not None), None)
+    device = given.device if given is not None else torch.device("cpu")
+    layout = Layout(Tq=length, Tk=length, device=device, causal=causal)
+    dtype = torch.float32 if given is None else given.dtype
+    _, terms = prepare(encoding, layout, hidden, None, dtype)
+    bias = reference.bias_of(terms, layout, encoding.heads)
+    allowed = layout.allowed()[:, None]
+    batched = encoding.content
+    if encoding.rescores:
+        if q is None or k is None:
+            raise UserError(f"{encoding.name} rescores whole rows: pass q and k, [B,{encoding.heads},T,{encoding.head_dim}]")
+        k = reference.repeat_heads(k, q.shape[1])
+        scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+        bias = encoding.rescore(scores, bias, q, k, allowed) - scores
+        batched = True
+    bias = bias.float().expand(-1, -1, length, length)
+    if causal:
+        bias = bias.masked_fill(~allowed, float("-inf"))
+    return bias if batched else bias[0]

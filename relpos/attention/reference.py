@@ -1,0 +1,123 @@
+"""Attention with positional terms, written for reading: dense, plain, any device and dtype.
+
+This file is the specification. Every other implementation is tested against it, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from relpos.terms import Bank, Distance, Layout, Potential, Profile, Rotation, Slope, Term
+
+Rescore = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # Encoding.rescore
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Turn the first 2R features of x [B,H,T,D] by cos and sin [1 or B, T, R], in float32 or wider."""
+    R = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    turned, rest = x[..., : 2 * R].to(torch.promote_types(x.dtype, cos.dtype)), x[..., 2 * R :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    else:
+        a, b = turned[..., :R], turned[..., R:]
+        turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1) if rest.shape[-1] else turned.to(x.dtype)
+
+
+def apply_rotation(q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+    if rotation is None:
+        return q, k
+    return (
+        rotate(q, rotation.q_cos, rotation.q_sin, rotation.interleaved),
+        rotate(k, rotation.k_cos, rotation.k_sin, rotation.interleaved),
+    )
+
+
+def term_bias(term: Term, layout: Layout, rows: slice = slice(None), keys: int | None = None) -> Tensor:
+    """What one term adds to the scores of the rows and the first `keys` keys, [1 or B, H, q, keys]. Masked cells hold
+    any finite value."""
+    if isinstance(term, Potential):
+        term = term.rows(rows)
+        difference = term.query[..., None] - term.key[..., None, :keys]
+        bias = -torch.log(difference.square() + 1) if term.log else -difference.abs()
+        return bias if term.gate is None else bias * term.gate[..., None]
+    d = layout.distances(rows)[..., :keys]  # [1 or B, q, keys]
+    if isinstance(term, Slope):
+        return -term.slopes[None, :, None, None] * d.abs()[:, None]
+    if isinstance(term, Distance):
+        if layout.positions is not None and term.formula is not None:
+            return term.formula(d).transpose(0, 1)
+        index = (d + term.origin).clamp(0, term.values.shape[1] - 1)
+        return term.values[:, index].transpose(0, 1)
+    if isinstance(term, Profile):
+        u = torch.log1p(term.rate * d.abs()) * term.rho[:, rows, None]
+        piece = torch.bucketize(u.detach(), term.knots)
+        return (term.offset[:, piece] + term.slope[:, piece] * u).transpose(0, 1)
+    if isinstance(term, Bank):
+        size = term.bank.shape[1]
+        bank = term.bank[:, d.clamp(0, size - 1)] * ((d >= 0) & (d < size))  # [R, 1 or B, q, Tk]
+        return torch.einsum("bhqr,rbqk->bhqk", term.query[:, :, rows], bank.expand(-1, term.query.shape[0], -1, -1))
+    raise TypeError(f"unknown term {type(term).__name__}")
+
+
+def bias_of(
+    terms: list[Term], layout: Layout, heads: int, rows: slice = slice(None), keys: int | None = None
+) -> Tensor:
+    """The sum of all terms, [1 or B, H, q, keys]."""
+    total = torch.zeros(1, heads, 1, 1, device=layout.device)
+    for term in terms:
+        total = total + term_bias(term, layout, rows, keys)
+    return total
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: list[Term],
+    layout: Layout,
+    scale: float,
+    rescore: Rescore | None = None,
+    rows: slice = slice(None),
+    keys: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and weights of some rows of queries against the first `keys` keys (all of them by default).
+    k and v [B,H,Tk,D] already hold one head per query head."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
+    scores = (q @ k.transpose(-1, -2)).to(wide) * scale
+    bias = bias_of(terms, layout, q.shape[1], rows, keys).to(wide)
+    allowed = layout.allowed(rows)[:, None, :, :keys]
+    scores = rescore(scores, bias, q, k, allowed) if rescore is not None else scores + bias
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    # A row with no key gives zeros; the detour keeps NaN out of its gradient too.
+    empty = ~allowed.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
+    return weights.to(v.dtype) @ v, weights
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Grouped-query attention: one copy of a key head per query head it serves."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: list[Term],
+    layout: Layout,
+    scale: float,
+    rescore: Rescore | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [B,H,Tq,D] and weights [B,H,Tq,Tk] of q, k, v that are already rotated."""
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    return attend_rows(q, k, v, terms, layout, scale, rescore)
+
+
+__all__ = ["apply_rotation", "attend", "attend_rows", "bias_of", "repeat_heads", "rotate", "term_bias"]

@@ -1,0 +1,266 @@
+"""The registry: encodings by name, options from a string.
+
+A spec is `name:option=value,option=value`. Every file of this folder is an encoding and its stem is the name. Others
+come from `register(cls)`, from the entry point group `relpos.encodings`, or from a file: `build("./mine.py:opt=1")`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+import types
+import typing
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal
+
+from relpos.encodings.base import DistanceEncoding, Encoding, running_sum, wide
+from relpos.errors import UserError, nearest
+
+__all__ = [
+    "DistanceEncoding",
+    "Encoding",
+    "build",
+    "get",
+    "names",
+    "options",
+    "parse",
+    "register",
+    "running_sum",
+    "slug",
+    "split_list",
+    "wide",
+]
+
+_registered: dict[str, type[Encoding]] = {}
+_GEOMETRY = ("heads", "head_dim", "hidden_size")
+
+
+def register(cls: type[Encoding], name: str | None = None) -> type[Encoding]:
+    """Add an encoding of your own; usable as a decorator. The name is the file's stem unless given."""
+    if not (inspect.isclass(cls) and issubclass(cls, Encoding)):
+        raise UserError(f"register() takes a subclass of relpos.encodings.Encoding, not {cls!r}")
+    name = name or cls.__dict__.get("name") or cls.__module__.rpartition(".")[2]
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UserError(f"an encoding's name is a lower-case word, not {name!r}")
+    known = _registered.get(name)
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise UserError(f"the name {name!r} is already taken by {known.__module__}.{known.__qualname__}")
+    cls.name = name
+    _registered[name] = cls
+    return cls
+
+
+def _in_module(module: types.ModuleType, origin: str) -> type[Encoding]:
+    """The one encoding a module defines."""
+    found = [
+        cls
+        for cls in vars(module).values()
+        if inspect.isclass(cls) and issubclass(cls, Encoding) and cls.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise UserError(f"{origin} must define exactly one subclass of Encoding; it defines {len(found)}")
+    return found[0]
+
+
+def _builtin_names() -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(__path__) if m.name != "base"]
+
+
+def _entry_point_names() -> dict[str, Any]:
+    return {point.name: point for point in entry_points(group="relpos.encodings")}
+
+
+def names() -> list[str]:
+    """Every encoding that can be built by name, in alphabetical order."""
+    return sorted({*_builtin_names(), *_entry_point_names(), *_registered})
+
+
+def get(name: str) -> type[Encoding]:
+    """The class of a name."""
+    if name in _registered:
+        return _registered[name]
+    if name in _builtin_names():
+        module = importlib.import_module(f"{__name__}.{name}")
+        return register(_in_module(module, f"relpos/encodings/{name}.py"), name)
+    point = _entry_point_names().get(name)
+    if point is not None:
+        return register(point.load(), name)
+    raise UserError(f"there is no encoding {name!r}.{nearest(name, names())}")
+
+
+def load_file(path: str | Path) -> type[Encoding]:
+    """Import a file that defines one encoding and register it under the file's stem."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"there is no file {str(path)!r} with an encoding in it")
+    name = path.stem
+    module_name = f"relpos_encoding_{name}"
+    if name in _registered and _registered[name].__module__ == module_name:
+        if Path(inspect.getfile(_registered[name])).resolve() == path.resolve():
+            return _registered[name]
+        del _registered[name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return register(_in_module(module, str(path)), name)
+
+
+# The grammar.
+
+
+def split_list(text: str | Iterable[str]) -> list[str]:
+    """Split `"alibi,t5:form=clipped,buckets=16,rope"` into specs. A part with no `=`, or with a `:` before its first
+    `=`, starts a new encoding; the others are options of the one before."""
+    if not isinstance(text, str):
+        return [item for part in text for item in split_list(part)]
+    items: list[str] = []
+    for part in text.split(","):
+        head = part.split("=", 1)[0]
+        if "=" not in part or ":" in head or not items:
+            items.append(part.strip())
+        else:
+            items[-1] += "," + part.strip()
+    if any(not item for item in items):
+        raise UserError(f"an empty item in the list of encodings {text!r}")
+    return items
+
+
+def _split_name(spec: str) -> tuple[str, str]:
+    """Name (or path of a file) and the text of the options."""
+    match = re.match(r"^(.*?\.py)(?::(.*))?$", spec)
+    if match:
+        return match.group(1), match.group(2) or ""
+    name, _, rest = spec.partition(":")
+    return name.strip(), rest
+
+
+def parse(spec: str) -> tuple[str, dict[str, str]]:
+    """Name and raw options. Everything after `base=` belongs to the base."""
+    if not isinstance(spec, str) or not spec.strip():
+        raise UserError(f"an encoding is a string such as 'alibi:slopes=geometric', not {spec!r}")
+    name, rest = _split_name(spec.strip())
+    raw: dict[str, str] = {}
+    while rest:
+        key, equals, rest = rest.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise UserError(f"in {spec!r}, {key + equals!r} is not of the form option=value")
+        if key == "base":
+            value, rest = rest, ""
+        else:
+            value, _, rest = rest.partition(",")
+        if key in raw:
+            raise UserError(f"in {spec!r}, the option {key!r} is given twice")
+        raw[key] = value.strip()
+    return name, raw
+
+
+def options(cls: type[Encoding]) -> dict[str, tuple[Any, Any]]:
+    """Option name -> (type, default), read from the constructor."""
+    hints = typing.get_type_hints(cls.__init__)
+    return {
+        key: (hints.get(key, str), parameter.default)
+        for key, parameter in inspect.signature(cls.__init__).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and key not in _GEOMETRY
+    }
+
+
+def _describe(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(k) for k in typing.get_args(kind) if k is not type(None))
+    if typing.get_origin(kind) is tuple:
+        return "numbers with ; between them"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}.get(kind, str(kind))
+
+
+def _convert(text: str, kind: Any) -> Any:
+    """The value of an option, or ValueError."""
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        for choice in typing.get_args(kind):
+            if text == str(choice):
+                return choice
+        raise ValueError
+    if origin in (typing.Union, types.UnionType):
+        for one in typing.get_args(kind):
+            if one is type(None):
+                continue
+            try:
+                return _convert(text, one)
+            except ValueError:
+                pass
+        raise ValueError
+    if origin is tuple:
+        return tuple(_convert(part, typing.get_args(kind)[0]) for part in text.split(";"))
+    if kind is bool:
+        value = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}.get(text.lower())
+        if value is None:
+            raise ValueError
+        return value
+    if kind is float:
+        value = float(text)
+        if value != value or value in (float("inf"), float("-inf")):
+            raise ValueError
+        return value
+    return kind(text)
+
+
+def build(
+    spec: str,
+    *,
+    heads: int = 12,
+    head_dim: int = 64,
+    hidden_size: int | None = None,
+    reset: bool = True,
+    allow_file: bool = True,
+) -> Encoding:
+    """Build an encoding from its spec, with its initial parameters drawn.
+
+    `reset=False` leaves the drawing to a model's weight initialisation; `allow_file=False` refuses a path, as for a
+    spec that comes from a checkpoint.
+    """
+    for what, value in (("heads", heads), ("head_dim", head_dim)):
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{what} must be a positive whole number, not {value!r}")
+    name, raw = parse(spec)
+    if name.endswith(".py"):
+        if not allow_file:
+            raise UserError(
+                f"this checkpoint names the file {name!r}, and loading one never imports code. Register the encoding "
+                f"first: relpos.encodings.build({spec!r}), then load the checkpoint with that name"
+            )
+        cls = load_file(name)
+    else:
+        cls = get(name)
+    known = options(cls)
+    values: dict[str, Any] = {}
+    for key, text in raw.items():
+        if key not in known:
+            raise UserError(f"{cls.name} has no option {key!r}.{nearest(key, known)}")
+        try:
+            values[key] = _convert(text, known[key][0])
+        except ValueError:
+            raise UserError(f"{cls.name}: {key}={text!r} is not {_describe(known[key][0])}") from None
+    encoding = cls(heads=heads, head_dim=head_dim, hidden_size=hidden_size or heads * head_dim, **values)
+    if reset:
+        encoding.reset_parameters()
+    return encoding
+
+
+def slug(spec: str) -> str:
+    """A file name for a spec: `t5:form=clipped` -> `t5-form-clipped`."""
+    name, _ = _split_name(spec.strip())
+    rest = spec.strip()[len(name) :]
+    stem = Path(name).stem if name.endswith(".py") else name
+    return re.sub(r"[^A-Za-z0-9.]+", "-", stem + rest).strip("-.")

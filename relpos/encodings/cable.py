@@ -1,0 +1,59 @@
+"""CABLE: context-aware biases from running sums of learned steps (https://arxiv.org/abs/2503.08067).
+
+With x the layer's input (after the layer norm), per head:
+- `weighted` (the paper's CABLE): step `a = relu(x W_c + b_c)`, `S = cumsum(a)`, gate `g = softplus(x W_s + b_s)`,
+  bias `-g_i (S_i - S_j)`;
+- `unweighted` (CABLE_NW): the same without the gate;
+- `kernel` (K-CABLE): `-g_i ln((S_i - S_j)^2 + 1)`;
+- `softplus` (first release): `-(S_i - S_j)` with softplus steps.
+
+The paper's equations carry a plus sign; its text and all of its code penalise distance, and so do we. Bidirectional:
+`|S_i - S_j|`, sums from left to right, gate of the query. Projections have biases, as in the authors' code.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from relpos.encodings.base import Encoding, running_sum, wide
+from relpos.terms import Context, Layout, Potential, Term
+
+
+class Cable(Encoding):
+    title = "CABLE"
+    formula = "-g_i |S_i - S_j|, S = cumsum relu(x W_c + b_c), g = softplus(x W_s + b_s)"
+    paper = "https://arxiv.org/abs/2503.08067"
+    content = True
+    decode_state = "S_j, one float32 per key and head"
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        head_dim: int,
+        hidden_size: int,
+        form: Literal["weighted", "unweighted", "kernel", "softplus"] = "weighted",
+        share: bool = False,
+    ):
+        super().__init__(heads=heads, head_dim=head_dim, hidden_size=hidden_size, share=share)
+        self.form = form
+        self.step = nn.Linear(hidden_size, heads)
+        self.gate = nn.Linear(hidden_size, heads) if form in ("weighted", "kernel") else None
+
+    def reset_parameters(self) -> None:
+        for linear in (self.step, self.gate):
+            if linear is not None:
+                nn.init.normal_(linear.weight, std=0.02)
+                nn.init.zeros_(linear.bias)
+
+    def key_state(self, hidden: Tensor, layout: Layout, past: Tensor | None = None) -> Tensor:
+        z = wide(self.step(hidden)).transpose(1, 2)
+        return running_sum(F.softplus(z) if self.form == "softplus" else F.relu(z), layout, past)
+
+    def terms(self, ctx: Context) -> list[Term]:
+        assert ctx.hidden is not None and ctx.state is not None
+        gate = None if self.gate is None else F.softplus(wide(self.gate(ctx.hidden))).transpose(1, 2)
+        return [Potential(ctx.q_state(), ctx.state, gate, log=self.form == "kernel")]

@@ -1,0 +1,18 @@
+"""The one exception for mistakes a user can mend, and the words for a mistyped name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input. The message says what was wrong, what was expected and what to try; the command exits with 2."""
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str:
+    """` Did you mean "x"?` for a close name, then the list of names that would work."""
+    known = list(known)
+    close = difflib.get_close_matches(wrong, known, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    return f"{hint} Known: {', '.join(known)}." if known else hint

@@ -1,0 +1,188 @@
+"""The few forms in which position reaches an attention kernel, as plain data.
+
+An encoding says *what* it adds to the scores by returning terms; the attention code adds them without ever knowing
+which encoding they came from. Shapes: B batch, H heads, Tq queries, Tk keys; a leading 1 broadcasts over the batch.
+`d = position(query) - position(key)`, so the past is positive. All tensors are float32 whatever the model's dtype
+(a bfloat16 cannot tell token 257 from token 256), or float64 in a float64 model.
+
+| term      | adds to score (i, j) of head h                                            |
+|-----------|---------------------------------------------------------------------------|
+| Slope     | `-m_h |d|`                                                                |
+| Distance  | `values[h, clamp(origin + d)]`: the first and last value go on for ever   |
+| Potential | `-g_i |S_i - S_j|`, or with `log` `-g_i ln((S_i - S_j)^2 + 1)`            |
+| Profile   | a piecewise linear function of `u = ln(1 + rate |d|) * rho_i`             |
+| Bank      | `r_i @ bank[:, d]`, zero where d is outside the bank                      |
+
+`Rotation` is not a term: it acts on q and k before they meet. `Layout` says which query sits where and may see what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Union
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slope:
+    slopes: Tensor  # [H]
+
+    def rows(self, rows: slice) -> Slope:
+        return self
+
+
+@dataclass(frozen=True)
+class Distance:
+    values: Tensor  # [H, m]
+    origin: int  # the column of `values` that holds distance 0; 0 in a causal model
+    formula: Callable[[Tensor], Tensor] | None = None  # integer distances [...] -> [H, ...]: for positions with gaps
+
+    def rows(self, rows: slice) -> Distance:
+        return self
+
+
+@dataclass(frozen=True)
+class Potential:
+    query: Tensor  # [B, H, Tq], S_i
+    key: Tensor  # [B, H, Tk], S_j
+    gate: Tensor | None = None  # [B, H, Tq], g_i; None means 1
+    log: bool = False
+
+    def rows(self, rows: slice) -> Potential:
+        gate = None if self.gate is None else self.gate[:, :, rows]
+        return replace(self, query=self.query[:, :, rows], gate=gate)
+
+
+@dataclass(frozen=True)
+class Profile:
+    rate: Tensor  # [], >= 0
+    rho: Tensor  # [1 or B, Tq]
+    knots: Tensor  # [K], ascending, without gradient: the function is continuous there
+    slope: Tensor  # [H, K + 1]; on piece r, between knots r-1 and r, the value is offset[h, r] + slope[h, r] * u
+    offset: Tensor  # [H, K + 1]
+
+    def rows(self, rows: slice) -> Profile:
+        return replace(self, rho=self.rho[:, rows])
+
+
+@dataclass(frozen=True)
+class Bank:
+    query: Tensor  # [B, H, Tq, R]
+    bank: Tensor  # [R, m], columns are distances 0 .. m-1
+
+    def rows(self, rows: slice) -> Bank:
+        return replace(self, query=self.query[:, :, rows])
+
+
+Term = Union[Slope, Distance, Potential, Profile, Bank]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines, times any factor of the encoding, for the first `2 * R` features of q and k."""
+
+    q_cos: Tensor  # [1 or B, Tq, R]
+    q_sin: Tensor
+    k_cos: Tensor  # [1 or B, Tk, R]
+    k_sin: Tensor
+    interleaved: bool = False  # pairs (2t, 2t+1); otherwise (t, t + R)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which query sits at which column of the keys, at which position, and which keys it may see.
+
+    Column and position differ with left padding and packed documents: a position counts the real tokens of its own
+    document. Nothing here reads a value of a tensor on the host, so a model that uses it compiles without a break.
+    """
+
+    Tq: int
+    Tk: int
+    device: torch.device
+    causal: bool = True
+    q_offset: int | Tensor | None = None  # column of query 0: int or [B]; None means Tk - Tq
+    key_padding_mask: Tensor | None = None  # [B, Tk], True for real tokens
+    cu_seqlens: Tensor | None = None  # [documents + 1], int: document borders over the columns, batch 1
+    positions: Tensor | None = None  # [1 or B, Tk]: overrides the counted positions; distances may then have gaps
+    window: int | None = None  # a query sees keys with |d| < window only
+    first_length: int | None = None  # length of the call that began this cache; None means Tk
+
+    @property
+    def length(self) -> int:
+        return self.Tk if self.first_length is None else self.first_length
+
+    def columns(self) -> Tensor:
+        """Column of each query, [1 or B, Tq]."""
+        i = torch.arange(self.Tq, device=self.device)
+        offset = self.Tk - self.Tq if self.q_offset is None else self.q_offset
+        return i[None] + (offset[:, None] if isinstance(offset, Tensor) else offset)
+
+    def at_queries(self, per_key: Tensor) -> Tensor:
+        """The entries of `per_key` [1 or B, ..., Tk] that belong to the queries, [1 or B, ..., Tq]."""
+        if not isinstance(self.q_offset, Tensor):
+            start = self.Tk - self.Tq if self.q_offset is None else self.q_offset
+            return per_key[..., start : start + self.Tq]
+        columns = self.columns()
+        columns = columns.view(columns.shape[0], *[1] * (per_key.dim() - 2), self.Tq)
+        rows = max(columns.shape[0], per_key.shape[0])
+        return per_key.expand(rows, *per_key.shape[1:]).gather(-1, columns.expand(rows, *per_key.shape[1:-1], -1))
+
+    def documents(self) -> Tensor | None:
+        """Document number of each key column, [1, Tk]; None without packing."""
+        if self.cu_seqlens is None:
+            return None
+        columns = torch.arange(self.Tk, device=self.device, dtype=self.cu_seqlens.dtype)
+        return torch.bucketize(columns, self.cu_seqlens, right=True)[None]
+
+    def k_positions(self) -> Tensor:
+        """Position of each key, [1 or B, Tk], int64."""
+        if self.positions is not None:
+            return self.positions.long()
+        columns = torch.arange(self.Tk, device=self.device)[None]
+        if self.cu_seqlens is not None:
+            return columns - self.cu_seqlens.long()[self.documents() - 1]
+        if self.key_padding_mask is not None:
+            return (self.key_padding_mask.long().cumsum(-1) - 1).clamp(min=0)
+        return columns
+
+    def q_positions(self) -> Tensor:
+        return self.at_queries(self.k_positions())
+
+    def distances(self, rows: slice = slice(None)) -> Tensor:
+        """[1 or B, q, Tk], int64."""
+        return self.q_positions()[:, rows, None] - self.k_positions()[:, None, :]
+
+    def allowed(self, rows: slice = slice(None)) -> Tensor:
+        """[1 or B, q, Tk], True where the query may see the key. The row of a padded query is False throughout."""
+        columns = torch.arange(self.Tk, device=self.device)
+        own = self.columns()[:, rows]
+        ok = columns[None, None] <= own[..., None] if self.causal else torch.ones(
+            1, own.shape[1], self.Tk, dtype=torch.bool, device=self.device
+        )
+        if self.key_padding_mask is not None:
+            real = self.key_padding_mask.bool()
+            ok = ok & real[:, None, :] & self.at_queries(real)[:, rows, None]
+        documents = self.documents()
+        if documents is not None:
+            ok = ok & (documents[:, None, :] == self.at_queries(documents)[:, rows, None])
+        if self.window is not None:
+            ok = ok & (self.distances(rows).abs() < self.window)
+        return ok
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an encoding may look at when it builds its terms or its rotation."""
+
+    layout: Layout
+    hidden: Tensor | None = None  # [B, Tq, hidden_size]: the layer's input at the query rows
+    state: Tensor | None = None  # [B, S, Tk] float32: what `Encoding.key_state` gave for every key
+    dtype: torch.dtype = torch.float32  # float32, or float64 in a float64 model: what positions are computed in
+
+    def q_state(self) -> Tensor:
+        """The state at the query rows, [B, S, Tq]."""
+        assert self.state is not None
+        return self.layout.at_queries(self.state)

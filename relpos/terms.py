@@ -142,8 +142,9 @@ class Layout:
         if self.positions is not None:
             return self.positions.long()
         columns = torch.arange(self.Tk, device=self.device)[None]
-        if self.cu_seqlens is not None:
-            return columns - self.cu_seqlens.long()[self.documents() - 1]
+        documents = self.documents()
+        if documents is not None and self.cu_seqlens is not None:
+            return columns - self.cu_seqlens.long()[documents - 1]
         if self.key_padding_mask is not None:
             return (self.key_padding_mask.long().cumsum(-1) - 1).clamp(min=0)
         return columns
@@ -151,25 +152,29 @@ class Layout:
     def q_positions(self) -> Tensor:
         return self.at_queries(self.k_positions())
 
-    def distances(self, rows: slice = slice(None)) -> Tensor:
-        """[1 or B, q, Tk], int64."""
-        return self.q_positions()[:, rows, None] - self.k_positions()[:, None, :]
+    @property
+    def plain(self) -> bool:
+        """Whether every position is its column and all rows of the batch are alike."""
+        given = (self.key_padding_mask, self.cu_seqlens, self.positions)
+        return all(x is None for x in given) and not isinstance(self.q_offset, Tensor)
 
-    def allowed(self, rows: slice = slice(None)) -> Tensor:
-        """[1 or B, q, Tk], True where the query may see the key. The row of a padded query is False throughout."""
-        columns = torch.arange(self.Tk, device=self.device)
-        own = self.columns()[:, rows]
-        ok = columns[None, None] <= own[..., None] if self.causal else torch.ones(
-            1, own.shape[1], self.Tk, dtype=torch.bool, device=self.device
-        )
+    def distances(self, rows: slice = slice(None), keys: int | None = None) -> Tensor:
+        """[1 or B, q, keys], int64: some rows of queries and the first `keys` keys, all by default."""
+        return self.q_positions()[:, rows, None] - self.k_positions()[:, None, :keys]
+
+    def allowed(self, rows: slice = slice(None), keys: int | None = None) -> Tensor:
+        """[1 or B, q, keys], True where the query may see the key. The row of a padded query is False throughout."""
+        columns = torch.arange(self.Tk, device=self.device)[:keys]
+        own = self.columns()[:, rows, None]
+        ok = columns[None, None] <= own if self.causal else (columns[None, None] >= 0).expand(1, own.shape[1], -1)
         if self.key_padding_mask is not None:
             real = self.key_padding_mask.bool()
-            ok = ok & real[:, None, :] & self.at_queries(real)[:, rows, None]
+            ok = ok & real[:, None, :keys] & self.at_queries(real)[:, rows, None]
         documents = self.documents()
         if documents is not None:
-            ok = ok & (documents[:, None, :] == self.at_queries(documents)[:, rows, None])
+            ok = ok & (documents[:, None, :keys] == self.at_queries(documents)[:, rows, None])
         if self.window is not None:
-            ok = ok & (self.distances(rows).abs() < self.window)
+            ok = ok & (self.distances(rows, keys).abs() < self.window)
         return ok
 
 

@@ -93,15 +93,19 @@ def prepare(
         if hidden is None:
             raise UserError(f"{encoding.name} reads the layer's input: pass hidden=[B, Tk, {encoding.hidden_size}]")
         if hidden.shape[-1] != encoding.hidden_size:
-            raise UserError(f"hidden has {hidden.shape[-1]} features; {encoding.name} was built for {encoding.hidden_size}")
+            raise UserError(
+                f"hidden has {hidden.shape[-1]} features; {encoding.name} was built for {encoding.hidden_size}"
+            )
         if state is None:
-            if hidden.shape[1] != layout.Tk:
+            if encoding.stateful and hidden.shape[1] != layout.Tk:
                 raise UserError(f"hidden has {hidden.shape[1]} tokens but there are {layout.Tk} keys: pass state too")
-            state = encoding.key_state(hidden, layout)
+            state = encoding.key_state(hidden, layout) if encoding.stateful else None
         if hidden.shape[1] == layout.Tk and layout.Tk != layout.Tq:
             hidden = layout.at_queries(hidden.transpose(1, 2)).transpose(1, 2)
         elif hidden.shape[1] != layout.Tq:
-            raise UserError(f"hidden has {hidden.shape[1]} tokens; expected {layout.Tk} (keys) or {layout.Tq} (queries)")
+            raise UserError(
+                f"hidden has {hidden.shape[1]} tokens; expected {layout.Tk} (keys) or {layout.Tq} (queries)"
+            )
     positions = torch.promote_types(dtype, torch.float32)
     context = Context(layout, hidden, state, positions)
     return encoding.rotate(context), encoding.terms(context)
@@ -116,7 +120,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) 
     if k.shape[:3] != v.shape[:3] or k.shape[0] != B or k.shape[3] != D:
         raise UserError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
     if H % k.shape[1]:
-        raise UserError(f"{H} query heads cannot share {k.shape[1]} key heads: the first must be a multiple of the second")
+        raise UserError(
+            f"{H} query heads cannot share {k.shape[1]} key heads: the first must be a multiple of the second"
+        )
     if encoding.heads != H:
         raise UserError(f"{encoding.name} was built for {encoding.heads} heads and q has {H}")
     mask = layout.key_padding_mask
@@ -126,7 +132,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) 
         if B != 1:
             raise UserError(f"cu_seqlens packs documents into one row: batch must be 1, not {B}")
         if mask is not None or layout.positions is not None:
-            raise UserError("cu_seqlens already says where documents end: pass no key_padding_mask or positions with it")
+            raise UserError("cu_seqlens already says where documents end: pass no key_padding_mask or positions too")
     if isinstance(layout.q_offset, int) and not 0 <= layout.q_offset <= layout.Tk - layout.Tq:
         raise UserError(f"q_offset={layout.q_offset} puts {layout.Tq} queries outside {layout.Tk} keys")
     if layout.q_offset is None and layout.Tq > layout.Tk:
@@ -168,8 +174,8 @@ def attention(
     Returns [B,H,Tq,D], and the weights [B,H,Tq,Tk] with `return_weights`. The row of a query that sees no key, or is
     padding itself, is zero. No value of a tensor is read on the host.
     """
-    for what, given in (("attention sinks", sinks is not None), ("soft-capping", softcap), ("attention dropout", dropout)):
-        if given:
+    for what, given in (("attention sinks", sinks), ("soft-capping", softcap), ("attention dropout", dropout or None)):
+        if given is not None:
             raise UserError(f"{what} is not supported: the kernels drop what is constant along a row of scores")
     if isinstance(encoding, str):
         encoding = build(encoding, heads=q.shape[1], head_dim=q.shape[-1])
@@ -232,7 +238,9 @@ def bias_matrix(
     batched = encoding.content
     if encoding.rescores:
         if q is None or k is None:
-            raise UserError(f"{encoding.name} rescores whole rows: pass q and k, [B,{encoding.heads},T,{encoding.head_dim}]")
+            raise UserError(
+                f"{encoding.name} rescores whole rows: pass q and k, [B,{encoding.heads},T,{encoding.head_dim}]"
+            )
         k = reference.repeat_heads(k, q.shape[1])
         scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
         bias = encoding.rescore(scores, bias, q, k, allowed) - scores

@@ -1,7 +1,7 @@
 """The reference, a few rows of queries at a time: the same numbers with memory linear in the length.
 
-Each block of rows runs under activation checkpointing, so the backward pass holds one block too. Works on any device and
-for every encoding, rescoring ones included.
+Each block of rows runs under activation checkpointing, so the backward pass holds one block too. Works on any device
+and for every encoding, rescoring ones included.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ def attend(
             keys = max(1, min(layout.Tk, offset + stop))  # the keys behind it are masked for the whole block
         return reference.attend_rows(q, k, v, terms, layout, scale, rescore, slice(start, stop), keys)[0]
 
-    grad = torch.is_grad_enabled()
-    blocks = [checkpoint(block, start, use_reentrant=False) if grad else block(start) for start in range(0, Tq, step)]
+    def run(start: int) -> Tensor:
+        if not torch.is_grad_enabled():
+            return block(start)
+        return checkpoint(block, start, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+    blocks = [run(start) for start in range(0, Tq, step)]
     return torch.cat(blocks, 2) if len(blocks) > 1 else blocks[0]

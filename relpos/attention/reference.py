@@ -46,9 +46,11 @@ def term_bias(term: Term, layout: Layout, rows: slice = slice(None), keys: int |
         difference = term.query[..., None] - term.key[..., None, :keys]
         bias = -torch.log(difference.square() + 1) if term.log else -difference.abs()
         return bias if term.gate is None else bias * term.gate[..., None]
-    d = layout.distances(rows)[..., :keys]  # [1 or B, q, keys]
+    if isinstance(term, Distance) and layout.plain:
+        return diagonals(term, layout, rows, keys)[None]
+    d = layout.distances(rows, keys)  # [1 or B, q, keys]
     if isinstance(term, Slope):
-        return -term.slopes[None, :, None, None] * d.abs()[:, None]
+        return -term.slopes[None, :, None, None] * d.abs()[:, None].to(term.slopes.dtype)
     if isinstance(term, Distance):
         if layout.positions is not None and term.formula is not None:
             return term.formula(d).transpose(0, 1)
@@ -59,10 +61,26 @@ def term_bias(term: Term, layout: Layout, rows: slice = slice(None), keys: int |
         piece = torch.bucketize(u.detach(), term.knots)
         return (term.offset[:, piece] + term.slope[:, piece] * u).transpose(0, 1)
     if isinstance(term, Bank):
+        profile = term.query[:, :, rows] @ term.bank  # [B, H, q, size]: the query's own value per distance
         size = term.bank.shape[1]
-        bank = term.bank[:, d.clamp(0, size - 1)] * ((d >= 0) & (d < size))  # [R, 1 or B, q, Tk]
-        return torch.einsum("bhqr,rbqk->bhqk", term.query[:, :, rows], bank.expand(-1, term.query.shape[0], -1, -1))
+        index = d[:, None].clamp(0, size - 1).expand(*profile.shape[:2], -1, -1)
+        return profile.gather(-1, index).masked_fill(((d < 0) | (d >= size))[:, None], 0.0)
     raise TypeError(f"unknown term {type(term).__name__}")
+
+
+def diagonals(term: Distance, layout: Layout, rows: slice, keys: int | None) -> Tensor:
+    """The values of a Distance term laid out along the diagonals, [H, q, keys], for positions that are the columns.
+
+    Without a gather, whose gradient is slow: one line holds the distances of all diagonals. Written once per row and
+    read back with a row length one shorter, it slides by one from row to row.
+    """
+    first, last = rows.start or 0, layout.Tq if rows.stop is None else rows.stop
+    q, k = last - first, layout.Tk if keys is None else keys
+    offset = layout.Tk - layout.Tq if layout.q_offset is None else layout.q_offset
+    d = offset + last - 1 - torch.arange(q + k, device=layout.device)  # one more than needed, for the row length
+    line = term.values[:, (d + term.origin).clamp(0, term.values.shape[1] - 1)]
+    tiled = line[:, None].expand(-1, q, -1).reshape(line.shape[0], -1)  # [H, q (q + k)]
+    return tiled[:, q - 1 : -1].unflatten(1, (q, q + k - 1))[..., :k]
 
 
 def bias_of(
@@ -92,7 +110,7 @@ def attend_rows(
     q, k, v = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
     scores = (q @ k.transpose(-1, -2)).to(wide) * scale
     bias = bias_of(terms, layout, q.shape[1], rows, keys).to(wide)
-    allowed = layout.allowed(rows)[:, None, :, :keys]
+    allowed = layout.allowed(rows, keys)[:, None]
     scores = rescore(scores, bias, q, k, allowed) if rescore is not None else scores + bias
     scores = scores.masked_fill(~allowed, float("-inf"))
     # A row with no key gives zeros; the detour keeps NaN out of its gradient too.
@@ -120,4 +138,4 @@ def attend(
     return attend_rows(q, k, v, terms, layout, scale, rescore)
 
 
-__all__ = ["apply_rotation", "attend", "attend_rows", "bias_of", "repeat_heads", "rotate", "term_bias"]
+__all__ = ["apply_rotation", "attend", "attend_rows", "bias_of", "diagonals", "repeat_heads", "rotate", "term_bias"]

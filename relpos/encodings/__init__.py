@@ -25,6 +25,7 @@ __all__ = [
     "DistanceEncoding",
     "Encoding",
     "build",
+    "describe_type",
     "get",
     "names",
     "options",
@@ -144,7 +145,8 @@ def _split_name(spec: str) -> tuple[str, str]:
 
 
 def parse(spec: str) -> tuple[str, dict[str, str]]:
-    """Name and raw options. Everything after `base=` belongs to the base."""
+    """Name and raw options. Everything after `base=` belongs to the base, unless it is a number (RoPE's): no encoding's
+    name begins with a digit."""
     if not isinstance(spec, str) or not spec.strip():
         raise UserError(f"an encoding is a string such as 'alibi:slopes=geometric', not {spec!r}")
     name, rest = _split_name(spec.strip())
@@ -154,7 +156,7 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
         key = key.strip()
         if not equals or not key:
             raise UserError(f"in {spec!r}, {key + equals!r} is not of the form option=value")
-        if key == "base":
+        if key == "base" and not rest.lstrip()[:1].isdigit():
             value, rest = rest, ""
         else:
             value, _, rest = rest.partition(",")
@@ -174,11 +176,12 @@ def options(cls: type[Encoding]) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _describe(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
+    """What an option of this type takes, in words."""
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(k) for k in typing.get_args(kind) if k is not type(None))
+        return " or ".join(describe_type(k) for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) is tuple:
         return "numbers with ; between them"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}.get(kind, str(kind))
@@ -204,16 +207,28 @@ def _convert(text: str, kind: Any) -> Any:
     if origin is tuple:
         return tuple(_convert(part, typing.get_args(kind)[0]) for part in text.split(";"))
     if kind is bool:
-        value = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}.get(text.lower())
-        if value is None:
+        words = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+        if text.lower() not in words:
             raise ValueError
-        return value
+        return words[text.lower()]
     if kind is float:
         value = float(text)
         if value != value or value in (float("inf"), float("-inf")):
             raise ValueError
         return value
     return kind(text)
+
+
+def _refuse_files(spec: str) -> None:
+    """Error where the spec, or a base inside it, names a file."""
+    name, raw = parse(spec)
+    if name.endswith(".py"):
+        raise UserError(
+            f"this checkpoint names the file {name!r}, and loading one never imports code. Register the encoding "
+            f"first: relpos.encodings.build({spec!r}), then load the checkpoint with that name"
+        )
+    if "base" in raw and not raw["base"][:1].isdigit():
+        _refuse_files(raw["base"])
 
 
 def build(
@@ -234,15 +249,9 @@ def build(
         if not isinstance(value, int) or value < 1:
             raise UserError(f"{what} must be a positive whole number, not {value!r}")
     name, raw = parse(spec)
-    if name.endswith(".py"):
-        if not allow_file:
-            raise UserError(
-                f"this checkpoint names the file {name!r}, and loading one never imports code. Register the encoding "
-                f"first: relpos.encodings.build({spec!r}), then load the checkpoint with that name"
-            )
-        cls = load_file(name)
-    else:
-        cls = get(name)
+    if not allow_file:
+        _refuse_files(spec)
+    cls = load_file(name) if name.endswith(".py") else get(name)
     known = options(cls)
     values: dict[str, Any] = {}
     for key, text in raw.items():
@@ -251,7 +260,7 @@ def build(
         try:
             values[key] = _convert(text, known[key][0])
         except ValueError:
-            raise UserError(f"{cls.name}: {key}={text!r} is not {_describe(known[key][0])}") from None
+            raise UserError(f"{cls.name}: {key}={text!r} is not {describe_type(known[key][0])}") from None
     encoding = cls(heads=heads, head_dim=head_dim, hidden_size=hidden_size or heads * head_dim, **values)
     if reset:
         encoding.reset_parameters()

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from relpos.errors import UserError
 from relpos.terms import Context, Distance, Layout, Rotation, Term
 
 
@@ -25,10 +26,10 @@ class Encoding(nn.Module):
     title: ClassVar[str] = ""  # how the name is written in text, "ALiBi"
     formula: ClassVar[str] = ""  # one line, with i the query, j the key, d = i - j
     paper: ClassVar[str] = ""  # address
-    bidirectional: ClassVar[bool] = True  # False: causal only, anything else is an error
+    bidirectional: bool = True  # False: causal only, anything else is an error
     additive: ClassVar[bool] = True  # False: there is no bias to draw (rotations, embeddings)
-    content: ClassVar[bool] = False  # True: terms depend on the hidden state, so they are built in every layer
-    decode_state: ClassVar[str] = "none"  # what a cache holds for it beside K and V
+    content: bool = False  # True: terms depend on the hidden state, so they are built in every layer
+    decode_state: str = "none"  # what a cache holds for it beside K and V
 
     def __init__(self, *, heads: int, head_dim: int, hidden_size: int, share: bool = False):
         super().__init__()
@@ -65,12 +66,22 @@ class Encoding(nn.Module):
         tokens before them. `layout` is that of all keys, of which these are the last T. Returned, never kept."""
         return None
 
+    @property
+    def stateful(self) -> bool:
+        """Whether `key_state` gives something, which a cache must then hold."""
+        return type(self).key_state is not Encoding.key_state
+
     def checks(self, layout: Layout, dtype: torch.dtype) -> None:
-        """Raise ValueError where this encoding cannot serve such a call (a table too short, say)."""
+        """Raise UserError where this encoding cannot serve such a call (a table too short, say). `dtype` is q's."""
         if not layout.causal and not self.bidirectional:
-            raise ValueError(f"{self.name} is defined for causal attention only; use a causal model or another encoding")
+            raise UserError(f"{self.name} is defined for causal attention only; use a causal model or another encoding")
 
     # What people ask of it.
+
+    def require(self, ok: bool, message: str) -> None:
+        """For a constructor: an option out of range is the user's mistake."""
+        if not ok:
+            raise UserError(f"{getattr(self, 'name', type(self).__name__)}: {message}")
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, head_dim={self.head_dim}"
@@ -85,15 +96,18 @@ class DistanceEncoding(Encoding):
     reach: int | None = None  # the bias is constant from this distance on; None: it never is
 
     def by_distance(self, d: Tensor) -> Tensor:
-        """Bias at the integer distances `d` [...], future negative: [H, ...] float32."""
-        raise NotImplementedError
+        """Bias at the whole distances `d` [...], future negative, as float32 (float64 in a float64 model): [H, ...]."""
+        raise NotImplementedError(f"{type(self).__name__} must define by_distance")
 
     def terms(self, ctx: Context) -> list[Term]:
         layout = ctx.layout
         n = layout.Tk if self.reach is None else min(layout.Tk, self.reach + 1)
         origin = 0 if layout.causal else n - 1
-        d = torch.arange(-origin, n, device=layout.device)
-        return [Distance(self.by_distance(d), origin, self.by_distance)]
+
+        def formula(d: Tensor) -> Tensor:
+            return self.by_distance(d.to(ctx.dtype))
+
+        return [Distance(formula(torch.arange(-origin, n, device=layout.device)), origin, formula)]
 
 
 def running_sum(steps: Tensor, layout: Layout, past: Tensor | None = None) -> Tensor:
@@ -107,7 +121,9 @@ def running_sum(steps: Tensor, layout: Layout, past: Tensor | None = None) -> Te
         return total if past is None else total + past[..., -1:].to(total.dtype)
     # One long float32 sum over many documents would lose the low digits of the later ones.
     total = steps.double().cumsum(-1)
-    starts = layout.cu_seqlens.long()[layout.documents() - 1]  # [1, T]: the column where each token's document begins
+    documents = layout.documents()
+    assert documents is not None
+    starts = layout.cu_seqlens.long()[documents - 1]  # [1, T]: the column where each token's document begins
     before = torch.cat([torch.zeros_like(total[..., :1]), total], -1).gather(
         -1, starts[:, None].expand(*total.shape[:2], T)
     )

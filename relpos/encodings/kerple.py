@@ -49,5 +49,5 @@ class Kerple(DistanceEncoding):
             return -p * torch.log1p(a * d.abs())
         p = wide(self.p).clamp(min=FLOOR, max=2).view(shape)
         # d = 0 gives 0 whatever p; keeping it out of pow keeps 0 * log 0 out of the gradient of p.
-        far = d.abs().clamp(min=1).to(p.dtype)
+        far = d.abs().clamp(min=1)
         return -a * torch.where(d == 0, 0.0, far**p)

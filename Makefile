@@ -1,0 +1,49 @@
+# `make figures` and `make test` need nothing but Python 3.11 or later and make: they set up .venv themselves.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.relpos-installed
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+# Only CPU builds of torch come without a Triton; its interpreter runs the kernel tests there.
+TRITON := triton==3.6.0
+JOBS ?= 2
+
+.PHONY: help install figures test lint format docs clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1: \2/p' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## the virtual environment, with pinned versions (the others do this themselves)
+
+# torch first and by its exact version: a CPU build on this machine satisfies it, and nothing after it asks for another.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "relpos needs Python 3.11 or later; set PYTHON=/path/to/python" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "could not make a virtual environment: on Debian, python3-venv is a package of its own" >&2; exit 2; }
+	@echo "setting up $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$(TORCH)" setuptools
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname -s)" != Linux || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TRITON)" || \
+		echo "no $(TRITON) for this machine: the tests of the fused kernels are skipped"
+	@touch $@
+
+figures: $(STAMP)  ## what every head does with position, into figures/ (no GPU, no download of data or models)
+	@OMP_NUM_THREADS=$(JOBS) $(BIN)/relpos figure --out figures
+
+test: $(STAMP)  ## all tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q
+
+lint: $(STAMP)  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+docs: $(STAMP)  ## bring the generated parts of README.md and docs/ up to date
+	@$(BIN)/python docs/generate.py
+
+clean:  ## remove what was built; keeps .venv, runs/ and data/
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache figures

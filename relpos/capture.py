@@ -1,0 +1,379 @@
+"""A capture: what a picture of a model's positions needs, and nothing more.
+
+A capture holds, for the layers it was asked for, the positional *terms* (what is added to the scores, as data), the
+rotated q and k where they matter, and the trained positional parameters of every layer. From it come three maps, each
+`[H, T, T]` and each a few rows at a time, so that 16k tokens fit:
+
+- `bias`: what position adds to the scaled score (for encodings that rescore, the new score minus the plain one);
+- `scores`: the content score `q . k * scale`, after rotation, before bias and mask;
+- `weights`: the softmax of both together.
+
+Masked cells are `-inf` in all three, so that a picture leaves them blank. The file is safetensors; docs/capture.md fixes its keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relpos import encodings, terms
+from relpos.attention import prepare, reference
+from relpos.encodings import Encoding
+from relpos.errors import UserError, nearest
+from relpos.terms import Layout, Term
+
+FORMAT = "relpos-capture"
+VERSION = 1
+KINDS = ("bias", "scores", "weights")
+MAX_LENGTH = 16384
+CELLS = 1 << 24  # score cells held at once
+
+_TERM_TYPES = {cls.__name__: cls for cls in (terms.Slope, terms.Distance, terms.Potential, terms.Profile, terms.Bank)}
+
+
+@dataclass
+class Layer:
+    """One layer. Tensors have batch 1 or none: q [H,T,D], k [Hkv,T,D], both rotated; terms as relpos.terms has them."""
+
+    terms: list[Term] = field(default_factory=list)
+    q: Tensor | None = None
+    k: Tensor | None = None
+    scale: float = 1.0
+    window: int | None = None  # a query sees keys with |d| < window
+    causal: bool = True
+
+
+@dataclass
+class Capture:
+    name: str  # file name of its pictures
+    title: str  # how a picture names it
+    heads: int
+    length: int
+    num_layers: int
+    layers: dict[int, Layer]
+    specs: list[str] = field(default_factory=list)  # of the distinct encodings, ours only
+    modules: list[int] = field(default_factory=list)  # layer -> index into specs
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # "<module>.<name>"
+    geometry: dict[str, int] = field(default_factory=dict)  # heads, head_dim, hidden_size of the encodings
+    tokens: Tensor | None = None  # [T] int32
+    pieces: list[str] = field(default_factory=list)  # the text of each token
+    provenance: dict[str, Any] = field(default_factory=dict)  # model, recipe, data, steps, perplexity, commit, note ...
+
+    # Layers.
+
+    def index(self, layer: int) -> int:
+        """Layer number from 0, for a number that may count from the end."""
+        if not -self.num_layers <= layer < self.num_layers:
+            raise UserError(
+                f"there is no layer {layer}: {self.title} has {self.num_layers}, numbered 0 to {self.num_layers - 1} "
+                "or from the end, -1 for the last"
+            )
+        return layer % self.num_layers
+
+    def encoding(self, layer: int) -> Encoding | None:
+        """The encoding of a layer with its captured parameters; None where the model is not one of ours."""
+        if not self.specs:
+            return None
+        module = self.modules[layer]
+        built = encodings.build(self.specs[module], reset=False, allow_file=False, **self.geometry)
+        prefix = f"{module}."
+        state = {key[len(prefix) :]: value for key, value in self.parameters.items() if key.startswith(prefix)}
+        try:
+            built.load_state_dict({key: value.float() for key, value in state.items()})
+        except RuntimeError as error:
+            raise UserError(f"the parameters in this capture do not fit {self.specs[module]!r}: {error}") from None
+        return built
+
+    def _layer(self, layer: int, length: int) -> Layer:
+        held = self.layers.get(layer)
+        if held is not None and length <= self.length:
+            return held
+        encoding = self.encoding(layer)
+        if encoding is None or encoding.content or encoding.rescores or not encoding.additive:
+            if held is None:
+                raise UserError(
+                    f"this capture of {self.title} holds layer {', '.join(map(str, self.layers))} of {self.num_layers} and "
+                    f"layer {layer} depends on the text: make a capture with --layers all"
+                )
+            raise UserError(
+                f"this capture of {self.title} was made with {self.length} tokens; a length of {length} needs a new "
+                "one from the model"
+            )
+        some = next(iter(self.layers.values()), Layer())
+        layout = Layout(Tq=length, Tk=length, device=torch.device("cpu"), causal=some.causal)
+        with torch.no_grad():
+            built = prepare(encoding, layout)[1]
+        return Layer(built, scale=some.scale, window=some.window, causal=some.causal)
+
+    # Maps.
+
+    def has_bias(self, layer: int = -1) -> bool:
+        layer = self.index(layer)
+        held = self.layers.get(layer)
+        if held is not None and held.terms:
+            return True
+        encoding = self.encoding(layer)
+        return encoding is not None and encoding.additive
+
+    def default_kind(self, layer: int = -1) -> str:
+        return "bias" if self.has_bias(layer) else "scores"
+
+    def check(self, kind: str, layer: int, length: int) -> None:
+        if kind not in KINDS:
+            raise UserError(f"there is no kind of map {kind!r}.{nearest(kind, KINDS)}")
+        if not 1 <= length <= MAX_LENGTH:
+            raise UserError(f"length must be between 1 and {MAX_LENGTH}, not {length}")
+        held = self._layer(layer, length)
+        if kind == "bias" and not self.has_bias(layer):
+            raise UserError(f"{self.title} adds nothing to the scores: draw kind 'scores' or 'weights' instead of 'bias'")
+        needs_content = kind != "bias" or self._rescores(layer)
+        if needs_content and (held.q is None or held.k is None):
+            raise UserError(
+                f"this capture of {self.title} holds no q and k for layer {layer}, which {kind} need: "
+                "capture the model again with --kind scores, or give the model itself"
+            )
+
+    def _rescores(self, layer: int) -> bool:
+        return bool(self.specs) and encodings.get(encodings.parse(self.specs[self.modules[layer]])[0]).rescores
+
+    def rows(
+        self, kind: str, layer: int = -1, heads: list[int] | None = None, length: int | None = None, step: int | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Blocks of rows of a map: (first row, float32 [heads, rows, length])."""
+        layer = self.index(layer)
+        n = self.length if length is None else length
+        heads = list(range(self.heads)) if heads is None else heads
+        self.check(kind, layer, n)
+        held = self._layer(layer, n)
+        layout = Layout(Tq=n, Tk=n, device=torch.device("cpu"), causal=held.causal, window=held.window)
+        encoding = self.encoding(layer) if self._rescores(layer) else None
+        wanted = list(range(self.heads)) if encoding is not None else heads  # a rescoring encoding mixes the heads
+        kept = [restrict(term, wanted, n) for term in held.terms]
+        q = k = None
+        if held.q is not None and held.k is not None and (kind != "bias" or encoding is not None):
+            group = self.heads // held.k.shape[0]
+            q = held.q[wanted, :n].float()
+            k = held.k[[h // group for h in wanted], :n].float()
+        block = step or max(1, CELLS // (len(wanted) * n))
+        for start in range(0, n, block):
+            rows = slice(start, min(start + block, n))
+            with torch.no_grad():
+                cells = self._block(kind, kept, q, k, held.scale, layout, rows, encoding, len(wanted))
+            yield start, cells if encoding is None else cells[heads]
+
+    @staticmethod
+    def _block(
+        kind: str,
+        kept: list[Term],
+        q: Tensor | None,
+        k: Tensor | None,
+        scale: float,
+        layout: Layout,
+        rows: slice,
+        encoding: Encoding | None,
+        heads: int,
+    ) -> Tensor:
+        allowed = layout.allowed(rows)  # [1, rows, T]
+        bias = reference.bias_of(kept, layout, heads, rows).expand(1, heads, rows.stop - rows.start, layout.Tk)
+        scores = torch.zeros_like(bias)
+        if q is not None and k is not None:
+            scores = (q[:, rows] @ k.transpose(-1, -2) * scale)[None]
+        if encoding is not None:
+            assert q is not None and k is not None
+            bias = encoding.rescore(scores, bias, q[None, :, rows], k[None], allowed[:, None]) - scores
+        if kind == "bias":
+            cells = bias[0]
+        elif kind == "scores":
+            cells = scores[0]
+        else:
+            cells = (scores + bias)[0].masked_fill(~allowed, -math.inf).softmax(-1)
+        return cells.float().masked_fill(~allowed, -math.inf)
+
+    def map(self, kind: str, layer: int = -1, heads: list[int] | None = None, length: int | None = None) -> Tensor:
+        """The whole map, float32 [heads, T, T]."""
+        return torch.cat([cells for _, cells in self.rows(kind, layer, heads, length)], 1)
+
+    # Files.
+
+    def save(self, path: str | Path, *, half: bool = False) -> Path:
+        """Write the capture. `half` keeps q, k and large parameter matrices in float16, as the shipped ones are."""
+        from safetensors.torch import save_file
+
+        def small(x: Tensor) -> Tensor:
+            return x.half() if half and x.numel() > 8192 else x
+
+        tensors: dict[str, Tensor] = {}
+        described: dict[str, Any] = {}
+        for number, layer in self.layers.items():
+            listed = []
+            for index, term in enumerate(layer.terms):
+                entry: dict[str, Any] = {"type": type(term).__name__}
+                for item in dataclasses.fields(term):
+                    value = getattr(term, item.name)
+                    if isinstance(value, Tensor):
+                        tensors[f"layer.{number}.term.{index}.{item.name}"] = value
+                    elif isinstance(value, (bool, int, float)):
+                        entry[item.name] = value
+                listed.append(entry)
+            if layer.q is not None and layer.k is not None:
+                tensors[f"layer.{number}.q"], tensors[f"layer.{number}.k"] = small(layer.q), small(layer.k)
+            described[str(number)] = {
+                "terms": listed,
+                "scale": layer.scale,
+                "window": layer.window,
+                "causal": layer.causal,
+            }
+        for key, value in self.parameters.items():
+            tensors[f"parameter.{key}"] = small(value)
+        if self.tokens is not None:
+            tensors["tokens"] = self.tokens.to(torch.int32)
+        header = {
+            key: getattr(self, key)
+            for key in ("name", "title", "heads", "length", "num_layers", "specs", "modules", "geometry", "pieces", "provenance")
+        }
+        header["layers"] = described
+        metadata = {"format": FORMAT, "version": str(VERSION), "header": json.dumps(header)}
+        path = Path(path)
+        ready = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+        if not ready:  # an encoding without parameters or text: safetensors wants one tensor at least
+            ready["empty"] = torch.zeros(0)
+        temporary = path.with_name(path.name + ".part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(ready, temporary, metadata=metadata)
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
+        return path
+
+
+def restrict(term: Term, heads: list[int], length: int) -> Term:
+    """A term for some of its heads and the first `length` tokens."""
+    if isinstance(term, terms.Slope):
+        return terms.Slope(term.slopes[heads])
+    if isinstance(term, terms.Distance):
+        return dataclasses.replace(term, values=term.values[heads])
+    if isinstance(term, terms.Potential):
+        gate = None if term.gate is None else term.gate[:, heads, :length]
+        return dataclasses.replace(
+            term, query=term.query[:, heads, :length], key=term.key[:, heads, :length], gate=gate
+        )
+    if isinstance(term, terms.Profile):
+        return dataclasses.replace(
+            term, rho=term.rho[:, :length], slope=term.slope[heads], offset=term.offset[heads]
+        )
+    return dataclasses.replace(term, query=term.query[:, heads, :length])
+
+
+def load(path: str | Path) -> Capture:
+    """Read a capture file."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise UserError(f"there is no file {str(path)!r}") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{str(path)!r} cannot be read: {error}. It is truncated or no safetensors file") from None
+    if metadata.get("format") != FORMAT:
+        raise UserError(f"{str(path)!r} is a safetensors file but no capture; `relpos capture` makes one from a model")
+    if not metadata.get("version", "").isdigit() or int(metadata["version"]) > VERSION:
+        raise UserError(
+            f"{str(path)!r} is a capture of version {metadata.get('version')}; this relpos reads up to version {VERSION}. "
+            "Install a newer relpos"
+        )
+    try:
+        header = json.loads(metadata["header"])
+        described = header.pop("layers")
+        layers: dict[int, Layer] = {}
+        for number, entry in described.items():
+            held: list[Term] = []
+            for index, plain in enumerate(entry["terms"]):
+                cls = _TERM_TYPES[plain["type"]]
+                prefix = f"layer.{number}.term.{index}."
+                values = {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
+                held.append(cls(**values, **{key: value for key, value in plain.items() if key != "type"}))
+            layers[int(number)] = Layer(
+                held,
+                tensors.get(f"layer.{number}.q"),
+                tensors.get(f"layer.{number}.k"),
+                entry["scale"],
+                entry["window"],
+                entry["causal"],
+            )
+        parameters = {key.removeprefix("parameter."): value for key, value in tensors.items() if key.startswith("parameter.")}
+        return Capture(layers=layers, parameters=parameters, tokens=tensors.get("tokens"), **header)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{str(path)!r} is a damaged capture: {type(error).__name__}: {error}") from None
+
+
+# An encoding by itself.
+
+
+def from_spec(spec: str, *, length: int = 512, heads: int = 12, head_dim: int = 64, seed: int = 0, causal: bool = True) -> Capture:
+    """An encoding at its initial parameters, without a model.
+
+    What it reads of a text is made up, and the caption says so: standard normal hidden states (what a layer norm gives)
+    and standard normal q and k. A rotation is shown on q = k = 1, an embedding on q = k = its own vectors, so that the
+    scores show position alone.
+    """
+    if not 1 <= length <= MAX_LENGTH:
+        raise UserError(f"length must be between 1 and {MAX_LENGTH}, not {length}")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        encoding = encodings.build(spec, heads=heads, head_dim=head_dim)
+        layout = Layout(Tq=length, Tk=length, device=torch.device("cpu"), causal=causal)
+        hidden = torch.randn(1, length, encoding.hidden_size) if encoding.content else None
+        note = ["encoding at its initial parameters"]
+        if hidden is not None:
+            note.append("standard normal hidden states")
+        rotation, built = prepare(encoding, layout, hidden)
+        q = k = None
+        if encoding.rescores:
+            q, k = torch.randn(2, 1, heads, length, head_dim)
+            note.append("standard normal q and k")
+        elif not encoding.additive:
+            vectors = encoding.embed(torch.arange(length))
+            if vectors is not None:
+                q = k = vectors.float().view(1, length, heads, head_dim).transpose(1, 2)
+                note.append("q and k are the position's own vector")
+            elif rotation is not None:
+                q = k = torch.ones(1, heads, length, head_dim)
+                note.append("q and k are all ones")
+            else:
+                raise UserError(f"{encoding.name} adds nothing and turns nothing: there is nothing to draw without a model")
+        if q is not None and k is not None:
+            q, k = reference.apply_rotation(q, k, rotation)
+            q, k = q[0], k[0]
+    name = encodings.slug(spec)
+    return Capture(
+        name=name,
+        title=encoding.title or encoding.name,
+        heads=heads,
+        length=length,
+        num_layers=1,
+        layers={0: Layer(built, q, k, head_dim**-0.5, causal=causal)},
+        specs=[_by_name(spec)],
+        modules=[0],
+        parameters={f"0.{key}": value.detach().clone() for key, value in encoding.state_dict().items()},
+        geometry={"heads": heads, "head_dim": head_dim, "hidden_size": encoding.hidden_size},
+        provenance={"encoding": spec, "note": ", ".join(note), "seed": seed},
+    )
+
+
+def _by_name(spec: str) -> str:
+    """A spec that names a file, as the name the file was registered under: a capture never imports a path."""
+    name, _ = encodings.parse(spec)
+    return Path(name).stem + spec[len(name) :] if name.endswith(".py") else spec

@@ -1,0 +1,149 @@
+"""What the registry knows about an encoding, in plain values: for `relpos encodings`, `relpos info` and the docs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relpos import encodings
+from relpos.encodings import Encoding
+from relpos.errors import UserError
+
+GPT2_SMALL = {"heads": 12, "head_dim": 64, "hidden_size": 768}
+GPT2_SMALL_LAYERS = 12
+
+
+@dataclass(frozen=True)
+class Description:
+    spec: str
+    name: str
+    title: str
+    formula: str
+    paper: str
+    enters: str  # where position enters: "bias", "rotation", "embedding", "rescored scores" or "mask only"
+    directions: str
+    parameters: int  # trained positional parameters of a whole GPT-2 Small
+    per_layer: int
+    shared: bool
+    implementations: tuple[str, ...]
+    decode_state: str
+    options: dict[str, tuple[str, Any]]  # name -> (what it takes, default)
+
+
+def enters(encoding: Encoding) -> str:
+    """Where position enters, read from the hooks the encoding overrides."""
+
+    def overrides(hook: str) -> bool:
+        return getattr(type(encoding), hook) is not getattr(Encoding, hook)
+
+    if encoding.rescores:
+        return "rescored scores"
+    ways = [word for hook, word in (("terms", "bias"), ("rotate", "rotation"), ("embed", "embedding")) if overrides(hook)]
+    return " and ".join(ways) or "mask only"
+
+
+def describe(spec: str, *, layers: int = GPT2_SMALL_LAYERS, **geometry: int) -> Description:
+    """Describe a spec for a model's geometry, by default that of GPT-2 Small."""
+    encoding = encodings.build(spec, **{**GPT2_SMALL, **geometry})
+    per_layer = encoding.parameter_count()
+    way = enters(encoding)
+    shared = encoding.share or "embedding" in way
+    return Description(
+        spec=spec,
+        name=encoding.name,
+        title=encoding.title or encoding.name,
+        formula=encoding.formula,
+        paper=encoding.paper,
+        enters=way,
+        directions="causal, bidirectional" if encoding.bidirectional else "causal",
+        parameters=per_layer * (1 if shared else layers),
+        per_layer=per_layer,
+        shared=shared,
+        # A kernel holds a tile of one head; a rescoring encoding wants whole rows of all of them.
+        implementations=("reference", "blockwise") if encoding.rescores else ("reference", "blockwise", "fused"),
+        decode_state=encoding.decode_state,
+        options={
+            key: (encodings.describe_type(kind), default)
+            for key, (kind, default) in encodings.options(type(encoding)).items()
+        },
+    )
+
+
+def table() -> list[Description]:
+    """One row per encoding, at its default options."""
+    return [describe(name) for name in encodings.names()]
+
+
+def markdown_table() -> str:
+    """The README's table of encodings."""
+    lines = [
+        "| name | encoding | adds to score (i, j) or does | enters as | parameters, GPT-2 Small | directions | fused |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in table():
+        formula = row.formula.replace("|", "\\|")
+        title = f"[{row.title}]({row.paper})" if row.paper else row.title
+        count = f"{row.parameters:,}" + (" (shared)" if row.shared and row.parameters else "")
+        fused = "yes" if "fused" in row.implementations else "no"
+        lines.append(
+            f"| `{row.name}` | {title} | `{formula}` | {row.enters} | {count} | {row.directions} | {fused} |"
+        )
+    return "\n".join(lines)
+
+
+def info(what: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Headings with rows of (what, value) for a spec or for a folder with a trained model."""
+    folder = Path(what)
+    if folder.is_dir():
+        return _info_run(folder)
+    return [_rows(describe(what))]
+
+
+def _rows(d: Description, used_by: str = "") -> tuple[str, list[tuple[str, str]]]:
+    rows = [
+        ("formula", d.formula),
+        ("enters as", d.enters),
+        ("directions", d.directions),
+        ("parameters", _count(d)),
+        ("implementations", ", ".join(d.implementations)),
+        ("decode state", d.decode_state),
+        ("paper", d.paper or "none"),
+    ]
+    rows += [(f"option {key}", f"{kind}; default {_spelled(default)}") for key, (kind, default) in d.options.items()]
+    return f"{d.title}  ({d.spec})" + (f"  {used_by}" if used_by else ""), rows
+
+
+def _spelled(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _count(d: Description) -> str:
+    if d.shared or not d.per_layer:
+        return f"{d.parameters:,}" + (" for all layers together" if d.per_layer else "")
+    return f"{d.parameters:,} in all layers, {d.per_layer:,} in each"
+
+
+def _info_run(folder: Path) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The model's configuration, then every distinct encoding in it."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{str(folder)!r} holds no config.json, so it is no model; expected a folder that save_pretrained wrote")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UserError(f"{str(path)!r} is not valid JSON ({error}): is the download complete?") from None
+    rows = [(key, str(value)) for key, value in sorted(config.items()) if not isinstance(value, (dict, list))]
+    result = [(str(folder), rows)]
+    specs = config.get("encoding")
+    if not specs:
+        return result
+    per_layer = [specs] * int(config.get("num_hidden_layers", 1)) if isinstance(specs, str) else list(specs)
+    heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
+    for spec in dict.fromkeys(per_layer):
+        layers = [number for number, own in enumerate(per_layer) if own == spec]
+        described = describe(spec, layers=len(layers), heads=heads, head_dim=width // heads, hidden_size=width)
+        used_by = "all layers" if len(layers) == len(per_layer) else "layers " + ", ".join(map(str, layers))
+        result.append(_rows(described, used_by))
+    return result

@@ -1,0 +1,293 @@
+"""Passkey retrieval for base models: is a number said once, far back, still found?
+
+After Mohtashami and Jaggi, "Landmark Attention" (https://arxiv.org/abs/2305.16300): filler text with one sentence that states
+a five-digit pass key, then a question whose answer is the key. The grid is length x depth (how far into the filler the key
+stands: 0 the beginning, 1 right before the question), a few keys per cell. It is fixed by the seed: every model
+with the same tokenizer reads the very same prompts.
+
+Where we differ, so that it works for base models and for any tokenizer, bytes too:
+- Prompts are put together from token ids, so that prompt and answer are exactly `length` tokens at every depth.
+- The key is spelled digit by digit (" 7 1 4 3 2"; "71432" where the tokenizer has no even spelling with spaces), so that
+  each digit is decided by one token.
+- One forward pass scores a prompt. The right digits are set against all distractors at once: at each digit the nine other
+  digits compete, and by the chain rule the product is the likelihood of the key among all 100,000 numbers.
+  Greedy decoding gives the key exactly if the most likely token of the whole vocabulary is right at every step, so that
+  needs no generation either.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from relpos.errors import UserError
+from relpos.evaluation import result
+from relpos.evaluation.perplexity import Failure, about_model, explain, names_of
+from relpos.evaluation.scoring import Scorer, load_model, load_tokenizer, pick_device, pick_dtype, release
+from relpos.evaluation.sharing import World, progress
+
+INTRODUCTION = (
+    "There is an important pass key hidden inside a lot of irrelevant text. Find it and memorize it. "
+    "You will be asked about it.\n"
+)
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+BEFORE, BETWEEN, AFTER = "\nThe pass key is", ". Remember it.", " is the pass key.\n"
+QUESTION = "\nWhat is the pass key? The pass key is"
+DIGITS = 5
+CHANCE = -DIGITS * math.log(10)  # of the log likelihood: every number equally likely
+
+
+@dataclass(frozen=True)
+class Grid:
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    depths: tuple[float, ...] = tuple(round(0.1 * i, 1) for i in range(11))
+    keys: int = 3  # prompts per cell
+    seed: int = 0
+
+    def resolve(self) -> Grid:
+        if not self.lengths or min(self.lengths) < 1:
+            raise UserError(f"lengths must be whole numbers of tokens from 1 on, not {list(self.lengths)}")
+        if not self.depths or min(self.depths) < 0 or max(self.depths) > 1:
+            raise UserError(f"depths lie between 0 (the beginning) and 1 (the end), not {list(self.depths)}")
+        if self.keys < 1:
+            raise UserError(f"each cell needs at least one key, not {self.keys}")
+        return Grid(tuple(sorted(set(self.lengths))), tuple(sorted(set(self.depths))), self.keys, self.seed)
+
+
+class Prompts:
+    """Builds prompts of an exact number of tokens with one tokenizer."""
+
+    def __init__(self, tokenizer: Any, filler: str = FILLER):
+        def ids(text: str) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+        self.digits, self.spelling = self._digits(ids)
+        self.introduction = [*self._bos(tokenizer), *ids(INTRODUCTION)]
+        self.filler = ids(filler)
+        if not self.filler:
+            raise UserError("the filler text is empty")
+        self.before, self.between, self.after, self.question = ids(BEFORE), ids(BETWEEN), ids(AFTER), ids(QUESTION)
+        self.answer_length = DIGITS * len(self.digits[0])
+
+    @staticmethod
+    def _bos(tokenizer: Any) -> list[int]:
+        """What the tokenizer itself puts before a text."""
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        marked = tokenizer("a")["input_ids"]
+        return list(marked[: len(marked) - len(plain)]) if marked[-len(plain) :] == plain else []
+
+    @staticmethod
+    def _digits(ids: Any) -> tuple[list[list[int]], str]:
+        """Token ids of each digit: equally many, and alike up to the last, so that one token decides."""
+        for spelling in (" {}", "{}"):
+            pieces = [ids(spelling.format(d)) for d in range(10)]
+            even = len({len(p) for p in pieces}) == 1 and len({tuple(p[:-1]) for p in pieces}) == 1
+            if even and pieces[0] and len({p[-1] for p in pieces}) == 10:
+                return pieces, spelling
+        raise UserError("this tokenizer does not tell the ten digits apart by one token each: passkey cannot be scored")
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of a prompt and its answer without any filler."""
+        fixed = self.introduction, self.before, self.between, self.after, self.question
+        return sum(map(len, fixed)) + 3 * self.answer_length
+
+    def build(self, length: int, depth: float, key: str, offset: int = 0) -> np.ndarray:
+        """Prompt and answer, `length` ids; the answer is the last `answer_length` of them."""
+        room = length - self.shortest
+        if room < 0:
+            raise UserError(f"a passkey prompt needs at least {self.shortest} tokens with this tokenizer; {length} is too short")
+        spelled = [i for d in key for i in self.digits[int(d)]]
+        needle = [*self.before, *spelled, *self.between, *spelled, *self.after]
+        start = np.arange(offset, offset + room) % len(self.filler)
+        filler = np.asarray(self.filler)[start]
+        cut = round(depth * room)
+        parts = [self.introduction, filler[:cut], needle, filler[cut:], self.question, spelled]
+        return np.concatenate([np.asarray(p, np.int64) for p in parts])
+
+
+def prompts_of_cell(prompts: Prompts, grid: Grid, length: int, depth: float) -> tuple[np.ndarray, list[str]]:
+    """The prompts of one cell, [keys, length], and their keys: drawn from the seed, the length and the depth alone."""
+    draw = np.random.default_rng([grid.seed, length, round(depth * 1e6)])
+    keys = [f"{n:0{DIGITS}d}" for n in draw.integers(0, 10**DIGITS, grid.keys)]
+    offsets = draw.integers(0, len(prompts.filler), grid.keys)
+    return np.stack([prompts.build(length, depth, k, int(o)) for k, o in zip(keys, offsets, strict=True)]), keys
+
+
+def score(scorer: Scorer, prompts: Prompts, ids: np.ndarray, keys: list[str]) -> dict[str, np.ndarray]:
+    """Per prompt: log likelihood of the key among all numbers, digits most likely of ten, digits and key by greedy choice."""
+    n = prompts.answer_length
+    # Row t of the logits predicts the token behind it, so the last row of the prompt and all but the last of the answer.
+    logits = np.concatenate([scorer.logits(row[None, :-1], len(row) - 1 - n) for row in ids]).astype(np.float64)
+    answer = ids[:, -n:]  # [prompts, n]
+    greedy = logits.argmax(-1) == answer
+    per_digit = len(prompts.digits[0])
+    deciding = logits[:, per_digit - 1 :: per_digit]  # [prompts, DIGITS, vocabulary]: the rows that tell digits apart
+    ten = deciding[:, :, [p[-1] for p in prompts.digits]]
+    logp = ten - np.log(np.exp(ten - ten.max(-1, keepdims=True)).sum(-1, keepdims=True)) - ten.max(-1, keepdims=True)
+    right = np.asarray([[int(d) for d in key] for key in keys])
+    chosen = np.take_along_axis(logp, right[..., None], -1)[..., 0]
+    return {
+        "log_likelihood": chosen.sum(-1),
+        "digits_first_of_ten": (ten.argmax(-1) == right).mean(-1),
+        "greedy_digits": greedy.reshape(len(ids), DIGITS, per_digit).all(-1).mean(-1),
+        "greedy_key": greedy.all(-1).astype(float),
+    }
+
+
+def passkey(
+    model: nn.Module,
+    tokenizer: Any,
+    grid: Grid | None = None,
+    *,
+    name: str = "model",
+    path: str = "",
+    filler: str = FILLER,
+    out: Path | None = None,
+    overwrite: bool = False,
+    impl: str | None = None,
+    world: World | None = None,
+    shown: bool = False,
+) -> dict[str, Any]:
+    """Run the grid. With `out`, a file name, the result is written there."""
+    world = world or World()
+    grid = (grid or Grid()).resolve()
+    if tokenizer is None:
+        raise UserError(f"{name} has no tokenizer in its folder, and a passkey prompt is text")
+    was_training = model.training
+    model.eval()
+    scorer = Scorer(model)
+    prompts = Prompts(tokenizer, filler)
+    largest = max(max(map(max, prompts.digits)), max(prompts.introduction), max(prompts.filler), max(prompts.question))
+    if largest >= scorer.vocabulary:
+        raise UserError(f"the tokenizer gives id {largest} and the model's vocabulary ends at {scorer.vocabulary - 1}: they do not match")
+    about = about_model(model, name, path) | {"impl": impl or ("auto" if hasattr(model, "set_impl") else None), "position_limit": scorer.limit}
+    settings = asdict(grid) | {"filler": result.digest(filler) if filler != FILLER else "default", "spelling": prompts.spelling}
+    identity = result.digest({"format_version": result.FORMAT_VERSION, "model": about, "settings": settings, "device": scorer.device.type})
+    if out is not None and out.exists() and not overwrite:
+        known = result.read_json(out, (result.PASSKEY,))
+        if known.get("identity") != identity:
+            raise UserError(f"{out} exists and was made with other settings or weights: --overwrite replaces it")
+        return known
+
+    cells = [(T, d) for T in grid.lengths for d in grid.depths]
+    mine: dict[tuple[int, float], dict[str, np.ndarray]] = {}
+    failures: dict[int, Failure] = {}
+    with progress(sum(T for T, _ in cells[world.rank :: world.size]), f"{name} passkey", shown and world.first) as bar:
+        for T, depth in cells[world.rank :: world.size]:
+            bar.step(T, f"{T} at {depth:g}")
+            if T in failures:
+                continue
+            try:
+                scorer.check(T - 1)
+                mine[T, depth] = score(scorer, prompts, *prompts_of_cell(prompts, grid, T, depth))
+            except (UserError, ValueError, IndexError, RuntimeError, MemoryError) as error:
+                failures[T] = explain(error, T)
+                bar.say(f"{bar.label}: {T}: {failures[T].reason}")
+                release()
+    everyone = world.gather((mine, failures))
+    scores = {cell: value for part, _ in everyone for cell, value in part.items()}
+    failed = {T: failure for _, part in everyone for T, failure in part.items()}
+
+    rows = []
+    for T in grid.lengths:
+        if T in failed:
+            rows.append({"length": T, "status": failed[T].status, "reason": failed[T].reason})
+            continue
+        row: dict[str, Any] = {"length": T, "status": "ok", "cells": []}
+        for depth in grid.depths:
+            means = {key: round(float(np.mean(value)), 6) for key, value in scores[T, depth].items()}
+            row["cells"].append({"depth": depth, **means})
+        for key in ("log_likelihood", "digits_first_of_ten", "greedy_digits", "greedy_key"):
+            row[key] = round(float(np.mean([cell[key] for cell in row["cells"]])), 6)
+        rows.append(row)
+    value = {
+        "format": result.PASSKEY,
+        "format_version": result.FORMAT_VERSION,
+        "identity": identity,
+        "model": about,
+        "settings": settings,
+        "protocol": {
+            "statement": f"{grid.keys} prompts per cell of length x depth; a prompt and its answer are exactly `length` tokens. The key of "
+            f"{DIGITS} digits is spelled {prompts.spelling.format(7)!r} per digit and stated twice in one place. log_likelihood: of the key "
+            "among all numbers of that many digits (each digit against the other nine, given the right ones before it). digits_first_of_ten: "
+            "share of digits more likely than the other nine. greedy_digits: share whose tokens are the most likely of the whole "
+            "vocabulary, given the right ones before. greedy_key: share of prompts where greedy decoding gives the whole key.",
+            "chance": {"log_likelihood": CHANCE, "digits_first_of_ten": 0.1, "greedy_digits": None, "greedy_key": None},
+            "prompt": {"introduction": INTRODUCTION, "filler": FILLER if filler == FILLER else "given", "question": QUESTION},
+            "shortest_prompt": prompts.shortest,
+        },
+        "results": rows,
+        "seeds": {"keys": grid.seed},
+        "versions": result.versions(scorer.device),
+        "processes": world.size,
+        "command": result.command(),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    if out is not None and world.first:
+        result.write_json(out, value)
+    world.gather(None)
+    model.train(was_training)
+    return value
+
+
+@dataclass
+class Outcome:
+    name: str
+    path: str
+    file: Path | None = None
+    value: dict[str, Any] | None = None
+    error: str | None = None
+
+    def complete(self) -> bool:
+        return self.value is not None and all(r["status"] in ("ok", "unsupported") for r in self.value["results"])
+
+
+def passkey_folders(
+    paths: list[str],
+    out: str | Path,
+    grid: Grid | None = None,
+    *,
+    filler: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    impl: str | None = None,
+    overwrite: bool = False,
+    shown: bool = True,
+) -> list[Outcome]:
+    """Models one after the other, `NAME.passkey.json` each in `out`. One that fails does not stop the others."""
+    world = World()
+    where = pick_device(device, world.local_rank)
+    how = pick_dtype(dtype, where)
+    grid = (grid or Grid()).resolve()
+    text = FILLER
+    if filler is not None:
+        try:
+            text = Path(filler).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the filler text {filler}: {error}") from None
+    outcomes = []
+    unique = list(dict.fromkeys(str(p) for p in paths))
+    for path, name in zip(unique, names_of(unique), strict=True):
+        outcome = Outcome(name, path)
+        outcomes.append(outcome)
+        try:
+            model = load_model(path, device=where, dtype=how, impl=impl)
+            file = Path(out) / f"{name}.passkey.json"
+            outcome.value = passkey(
+                model, load_tokenizer(path), grid, name=name, path=Path(path).name, filler=text, out=file,
+                overwrite=overwrite, impl=impl, world=world, shown=shown,
+            )
+            outcome.file = file
+        except UserError as error:
+            outcome.error = str(error)
+        model = None
+        release()
+    world.close()
+    return outcomes

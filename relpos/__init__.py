@@ -3,7 +3,26 @@
 from relpos import encodings, terms
 from relpos.attention import attention, bias_matrix
 from relpos.errors import UserError
+from relpos.models import RelPosConfig, RelPosForCausalLM, RelPosForMaskedLM
 
 __version__ = "0.1.0"
 
-__all__ = ["UserError", "__version__", "attention", "bias_matrix", "encodings", "terms"]
+__all__ = [
+    "RelPosConfig",
+    "RelPosForCausalLM",
+    "RelPosForMaskedLM",
+    "UserError",
+    "__version__",
+    "attention",
+    "bias_matrix",
+    "encodings",
+    "figure",
+    "terms",
+]
+
+
+def figure(*sources, **options):
+    """Draw encodings, captures or models: `relpos.figures.figure`, loaded (with matplotlib) when first called."""
+    from relpos.figures import figure as draw
+
+    return draw(*sources, **options)

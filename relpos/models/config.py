@@ -1,0 +1,226 @@
+"""The configuration of both families, and their sizes.
+
+The positional encoding is one string (or one per layer), `"rope:scaling=yarn,factor=8"`; its options live in the encoding.
+`train_length` records what a model was trained at and caps nothing; `max_position_embeddings`, which other tools take as
+a cap, exists only where an encoding holds a table that really ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from relpos.attention import IMPLEMENTATIONS
+from relpos.encodings import Encoding, build, load_file, parse
+from relpos.errors import UserError, nearest
+
+FORMAT_VERSION = 1  # of config.json; raised when an older relpos would misread it
+
+
+@dataclass(frozen=True)
+class Size:
+    num_hidden_layers: int
+    num_attention_heads: int
+    hidden_size: int
+    vocab_size: int = 50304  # GPT-2's 50,257 padded to a multiple of 128
+    train_length: int = 1024
+    bos_token_id: int | None = 50256
+    eos_token_id: int | None = 50256
+    pad_token_id: int | None = None
+
+
+# tiny to large: the CABLE paper's table and GPT-2's. nano is for laptops: 256 bytes, then end of text (256), padding
+# (257) and mask (258), in a table padded to a multiple of 64.
+SIZES = {
+    "nano": Size(4, 12, 384, vocab_size=320, train_length=512, bos_token_id=256, eos_token_id=256, pad_token_id=257),
+    "tiny": Size(6, 8, 512),
+    "small": Size(12, 12, 768),
+    "medium": Size(24, 16, 1024),
+    "large": Size(36, 20, 1280),
+}
+
+
+class RelPosConfig(PreTrainedConfig):
+    """A GPT-2-like decoder (`RelPosForCausalLM`). The defaults are GPT-2 Small.
+
+    `impl` says how attention is computed (`auto`, `reference`, `blockwise`, `fused`) and is not saved: it belongs to the
+    machine, not to the weights. `skip_logits` says whether a call with labels leaves the logits out and computes the
+    loss without ever holding them; None means: in training only.
+    """
+
+    model_type = "relpos"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {"layers": "num_hidden_layers", "heads": "num_attention_heads"}
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None  # None: as many as query heads
+    intermediate_size: int | None = None  # None: 4 * hidden_size
+    encoding: str | list[str] = "alibi"
+    train_length: int | None = None
+    hidden_act: str = "gelu_new"
+    layer_norm_eps: float = 1e-5
+    dropout: float = 0.0  # after the embedding and on the residual paths; attention itself has none
+    bias: bool = True
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    skip_logits: bool | None = None
+    impl: str = "auto"
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if not isinstance(self.format_version, int) or self.format_version > FORMAT_VERSION:
+            raise UserError(
+                f"this config was written by a newer relpos: its format is {self.format_version}, and this version "
+                f"reads up to {FORMAT_VERSION}. Upgrade relpos to load it"
+            )
+        table = kwargs.pop("max_position_embeddings", None)
+        super().__post_init__(**kwargs)
+        self.settle(table)
+
+    def settle(self, table: int | None = None) -> None:
+        """Raise UserError for sizes that do not fit together, and set what follows from the rest. A model calls it
+        again: `from_pretrained(folder, encoding=...)` changes fields of a finished config."""
+        self._check()
+        self._take_table(table)
+
+    def _check(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} must be a positive whole number, not {value!r}")
+        if self.hidden_size % self.num_attention_heads:
+            fits = [h for h in range(1, self.hidden_size + 1) if self.hidden_size % h == 0]
+            close = sorted(fits, key=lambda h: abs(h - self.num_attention_heads))[:3]
+            raise UserError(
+                f"{self.num_attention_heads} heads do not divide a width of {self.hidden_size}; "
+                f"{', '.join(map(str, sorted(close)))} heads would"
+            )
+        if self.num_attention_heads % self.kv_heads:
+            raise UserError(
+                f"{self.num_attention_heads} query heads cannot share {self.kv_heads} key heads: "
+                "num_key_value_heads must divide num_attention_heads"
+            )
+        if self.train_length is not None and (not isinstance(self.train_length, int) or self.train_length < 1):
+            raise UserError(f"train_length must be a positive whole number, not {self.train_length!r}")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout must be in [0, 1), not {self.dropout!r}")
+        check_impl(self.impl)
+        self.layer_encodings()
+
+    def _take_table(self, given: int | None) -> None:
+        """Set `max_position_embeddings` where an encoding has a table, and only there."""
+        with torch.device("meta"):  # to ask, not to keep
+            encodings = [self.build(spec) for spec in dict.fromkeys(self.layer_encodings())]
+        lengths = [e.max_positions for e in encodings if getattr(e, "max_positions", None) is not None]
+        self.__dict__.pop("max_position_embeddings", None)
+        if lengths:
+            self.max_position_embeddings = min(lengths)
+        if given is not None and given != (min(lengths) if lengths else None):
+            has = f"its table has {min(lengths)} rows" if lengths else "it has no table, so no length ends it"
+            raise UserError(
+                f"max_position_embeddings={given} does not fit encoding={self.encoding!r}: {has}. The length of a table is "
+                "an option of its encoding; train_length records a length without capping anything"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def inner_size(self) -> int:
+        return self.intermediate_size or 4 * self.hidden_size
+
+    def layer_encodings(self) -> list[str]:
+        """The encoding of each layer."""
+        if isinstance(self.encoding, str):
+            return [self.encoding] * self.num_hidden_layers
+        specs = list(self.encoding) if isinstance(self.encoding, (list, tuple)) else []
+        if not specs or not all(isinstance(spec, str) for spec in specs):
+            raise UserError(f"encoding is a string, or a list with a string for each layer, not {self.encoding!r}")
+        if len(specs) != self.num_hidden_layers:
+            raise UserError(
+                f"encoding lists {len(specs)} encodings and there are {self.num_hidden_layers} layers: "
+                "give one for each layer, or one string for all"
+            )
+        return specs
+
+    def build(self, spec: str) -> Encoding:
+        """An encoding of this geometry with undrawn parameters. A config may come from a checkpoint, so no file that it
+        names is imported."""
+        return build(
+            spec,
+            heads=self.num_attention_heads,
+            head_dim=self.head_dim,
+            hidden_size=self.hidden_size,
+            reset=False,
+            allow_file=False,
+        )
+
+    @classmethod
+    def preset(cls, size: str, encoding: str | list[str] = "alibi", **overrides: Any) -> RelPosConfig:
+        """A config of size `nano`, `tiny`, `small`, `medium` or `large`. Here, in a call of your own, an encoding may be a
+        file (`"./mine.py:opt=1"`): it is imported, and the config holds its name."""
+        if size not in SIZES:
+            raise UserError(f"there is no size {size!r}.{nearest(str(size), SIZES)}")
+        specs = [encoding] if isinstance(encoding, str) else list(encoding)
+        named = [_by_name(spec) for spec in specs]
+        settings: dict[str, Any] = {**asdict(SIZES[size]), **overrides}
+        return cls(encoding=named[0] if isinstance(encoding, str) else named, **settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        saved = super().to_dict()
+        saved.pop("impl", None)
+        return saved
+
+
+class RelPosEncoderConfig(RelPosConfig):
+    """A BERT-like encoder (`RelPosForMaskedLM`)."""
+
+    model_type = "relpos_encoder"
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-12
+    type_vocab_size: int = 2
+
+    @classmethod
+    def of(cls, config: RelPosConfig) -> RelPosEncoderConfig:
+        """The same sizes for an encoder, so that one preset serves both families."""
+        if isinstance(config, cls):
+            return config
+        settings = config.to_dict()
+        for key in ("model_type", "transformers_version", "architectures", "hidden_act", "layer_norm_eps"):
+            settings.pop(key, None)
+        return cls(**settings, impl=config.impl)
+
+
+def check_impl(impl: str) -> str:
+    if impl not in IMPLEMENTATIONS:
+        raise UserError(f"there is no implementation {impl!r}.{nearest(str(impl), IMPLEMENTATIONS)}")
+    return impl
+
+
+def _by_name(spec: str) -> str:
+    """A spec with registered names in place of files."""
+    if ".py" not in spec:
+        return spec
+    name, options = parse(spec)
+    options = {key: _by_name(value) if key == "base" else value for key, value in options.items()}
+    name = load_file(name).name if name.endswith(".py") else name
+    return name + (":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else "")
+
+
+__all__ = ["FORMAT_VERSION", "RelPosConfig", "RelPosEncoderConfig", "SIZES", "Size", "check_impl"]

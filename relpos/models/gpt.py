@@ -1,0 +1,270 @@
+"""The decoder family: GPT-2 (pre-LN blocks, GELU, output tied to the embedding) with any encoding in place of `wpe`.
+
+With stock GPT-2 weights and the `learned` encoding it gives GPT-2's logits (`from_gpt2`). Dropout is 0 by default and
+there is none inside attention.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from relpos.errors import UserError
+from relpos.models.config import RelPosConfig
+from relpos.models.convert import Copy, source_model
+from relpos.models.layers import MLP, Attention, Encodings, Plan, RelPosPreTrainedModel, Trace, layout_of
+from relpos.models.loss import chunked_loss, plain_loss, shifted, token_losses
+
+
+class GPTBlock(GradientCheckpointingLayer):
+    def __init__(self, config: RelPosConfig, layer: int):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.bias)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.bias)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, hidden: Tensor, plan: Plan, past_key_values: Cache | None = None, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        out, weights = self.attention(self.attention_norm(hidden), plan, past_key_values, need_weights)
+        hidden = hidden + self.dropout(out)
+        return hidden + self.dropout(self.mlp(self.mlp_norm(hidden))), weights
+
+
+class RelPosGPT(RelPosPreTrainedModel):
+    scaled_residuals = True
+    _no_split_modules = ["GPTBlock"]
+
+
+class RelPosModel(RelPosGPT):
+    """The decoder without its output layer."""
+
+    def __init__(self, config: RelPosConfig):
+        config.settle()
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.encodings = Encodings(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(GPTBlock(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.bias)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPast | tuple:
+        """`attention_mask` [B, past + T] marks real tokens and positions count them; `position_ids` [B, T] override that;
+        `cu_seqlens` are the borders of documents packed into one row."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UserError("pass input_ids or inputs_embeds, one of them")
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache is None:
+            use_cache = past_key_values is not None or (self.config.use_cache and cu_seqlens is None)
+            use_cache = use_cache and not self.training
+        if use_cache and self.gradient_checkpointing and self.training:
+            raise UserError("gradient checkpointing recomputes a layer, which would fill the cache twice: use_cache=False")
+        cache = self._cache((DynamicCache() if past_key_values is None else past_key_values) if use_cache else None)
+        if past_key_values is not None and not use_cache:
+            raise UserError("past_key_values are given but use_cache is False")
+        layout = layout_of(
+            hidden,
+            causal=True,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            cache=cache,
+        )
+        plans = self.encodings.plans(layout, self._dtype_of_scores())
+        hidden = self.dropout(self.encodings.embed(hidden, layout))
+        trace = self._trace(output_hidden_states, output_attentions)
+        trace.add(hidden)
+        for number, (block, plan) in enumerate(zip(self.layers, plans, strict=True), 1):
+            hidden, weights = block(hidden, plan, past_key_values=cache, need_weights=trace.attentions is not None)
+            trace.add(None if number == len(self.layers) else hidden, weights)
+        hidden = self.norm(hidden)
+        trace.add(hidden)
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache, **trace.results())
+        return output if self._as_dict(return_dict) else output.to_tuple()
+
+
+class RelPosForCausalLM(RelPosGPT, GenerationMixin):
+    """The decoder with its output layer: trains, generates, loads and saves as any model of transformers."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: RelPosConfig):
+        config.settle()
+        super().__init__(config)
+        self.model = RelPosModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Logits [B, T, V], and the loss with `labels` [B, T] (shifted here; -100 does not count; nor does the step from
+        one packed document to the next) or `shift_labels` (already shifted).
+
+        The loss is float32, the mean over the tokens that count, or their sum divided by `num_items_in_batch`. With
+        labels, `skip_logits=True` leaves the logits out (`logits=None`) and never holds them; False returns them; None,
+        the default, asks `config.skip_logits` and, if that is None too, skips them in training mode only.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        hidden = outputs.last_hidden_state
+        targets = shift_labels
+        if labels is not None and targets is None:
+            if tuple(labels.shape) != tuple(hidden.shape[:2]):
+                raise UserError(f"labels must be [batch, tokens] = {list(hidden.shape[:2])}, not {list(labels.shape)}")
+            documents = None
+            if cu_seqlens is not None:
+                documents = layout_of(hidden, causal=True, cu_seqlens=cu_seqlens).documents()
+            targets = shifted(labels, documents)
+        skip = targets is not None and self._skips_logits(skip_logits)
+        # A head that is no plain Linear (an adapter, a quantised one) computes more than its weight says.
+        chunked = targets is not None and type(self.lm_head) is nn.Linear and (skip or not _keeps_all(logits_to_keep))
+        loss = logits = None
+        if chunked:
+            loss = chunked_loss(hidden, self.lm_head.weight, self.lm_head.bias, targets, num_items_in_batch)
+        if not skip or not chunked:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden if targets is not None and not chunked else hidden[:, kept])
+            if targets is not None and not chunked:
+                loss = plain_loss(logits, targets, num_items_in_batch)
+                logits = None if skip else logits[:, kept]
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        return output if self._as_dict(return_dict) else output.to_tuple()
+
+    @torch.no_grad()
+    def token_losses(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        """Loss of every token given those before it, float32 [B, T - 1], without ever holding all logits."""
+        hidden = self.model(input_ids, use_cache=False, **inputs).last_hidden_state
+        return token_losses(hidden[:, :-1], self.lm_head.weight, self.lm_head.bias, input_ids[:, 1:])
+
+    # Generation.
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> None:
+        """None: we count positions from the mask ourselves. Positions that a user gives to `generate` are used."""
+        return None
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        # generate makes a mask of ones where nobody gave one. Outside the compiled forward we may look, once per text.
+        mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+        if mask is not None:
+            first = kwargs.get("is_first_iteration") or not hasattr(cache, "unpadded")
+            unpadded = bool(mask.all()) if first else cache.unpadded
+            if cache is not None:
+                cache.unpadded = unpadded
+            inputs["attention_mask"] = None if unpadded else mask
+        return inputs
+
+    # GPT-2's weights.
+
+    @classmethod
+    def from_gpt2(
+        cls, source: str | Path | PreTrainedModel, encoding: str | list[str] | None = None, **overrides: Any
+    ) -> RelPosForCausalLM:
+        """A model with the weights of a GPT-2: a `GPT2LMHeadModel`, or a folder or name to load one from.
+
+        With no `encoding` its positions are kept and its logits reproduced. With another encoding everything else is
+        kept; `model.new_weights` names what is freshly drawn and `model.unused_weights` what was left behind.
+        """
+        gpt2 = source_model(source, "gpt2", "AutoModelForCausalLM")
+        theirs = gpt2.config
+        if theirs.scale_attn_by_inverse_layer_idx or theirs.add_cross_attention:
+            raise UserError("a GPT-2 with scale_attn_by_inverse_layer_idx or cross-attention has no counterpart here")
+        settings: dict[str, Any] = dict(
+            vocab_size=theirs.vocab_size,
+            hidden_size=theirs.n_embd,
+            num_hidden_layers=theirs.n_layer,
+            num_attention_heads=theirs.n_head,
+            intermediate_size=theirs.n_inner,
+            hidden_act=theirs.activation_function,
+            layer_norm_eps=theirs.layer_norm_epsilon,
+            initializer_range=theirs.initializer_range,
+            scale=None if theirs.scale_attn_weights else 1.0,
+            tie_word_embeddings=theirs.tie_word_embeddings,
+            train_length=theirs.n_positions,
+            bos_token_id=theirs.bos_token_id,
+            eos_token_id=theirs.eos_token_id,
+            pad_token_id=theirs.pad_token_id,
+        )
+        encoding = f"learned:max_positions={theirs.n_positions}" if encoding is None else encoding
+        model = cls(RelPosConfig(encoding=encoding, **{**settings, **overrides}))
+        copy = Copy(model, gpt2.state_dict())
+        copy("model.embed_tokens.weight", "transformer.wte.weight")
+        copy.positions("transformer.wpe.weight")
+        for i in range(theirs.n_layer):
+            ours, old = f"model.layers.{i}", f"transformer.h.{i}"
+            for new_name, old_name in (
+                ("attention_norm", "ln_1"),
+                ("mlp_norm", "ln_2"),
+                ("attention.qkv", "attn.c_attn"),
+                ("attention.out", "attn.c_proj"),
+                ("mlp.inner", "mlp.c_fc"),
+                ("mlp.out", "mlp.c_proj"),
+            ):
+                # GPT-2's Conv1D keeps its matrices as [in, out].
+                copy(f"{ours}.{new_name}.weight", f"{old}.{old_name}.weight", transpose="norm" not in new_name)
+                copy(f"{ours}.{new_name}.bias", f"{old}.{old_name}.bias")
+        copy("model.norm.weight", "transformer.ln_f.weight")
+        copy("model.norm.bias", "transformer.ln_f.bias")
+        copy("lm_head.weight", "lm_head.weight")
+        return copy.done()
+
+
+def _keeps_all(logits_to_keep: int | Tensor) -> bool:
+    return isinstance(logits_to_keep, int) and logits_to_keep == 0
+
+
+__all__ = ["RelPosForCausalLM", "RelPosModel"]

@@ -1,0 +1,399 @@
+"""What both families share: the encodings a model owns, attention with them, weight initialisation, loading.
+
+The model owns the encodings (distinct modules and, per layer, the number of one of them), so sharing saves cleanly, and
+hands each layer a `Plan`: what position says in this forward pass. What depends on position alone is computed once per
+module; what depends on the layer's input is computed in the layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+
+from relpos.attention import attend
+from relpos.attention.reference import rotate
+from relpos.encodings import Encoding
+from relpos.errors import UserError, nearest
+from relpos.models.cache import RelPosCacheLayer, adopt
+from relpos.models.config import RelPosConfig, check_impl
+from relpos.terms import Context, Layout, Rotation, Term
+
+
+def activation(name: str) -> nn.Module:
+    if name not in ACT2FN:
+        raise UserError(f"there is no activation {name!r}.{nearest(name, ACT2FN)}")
+    return ACT2FN[name]
+
+
+# Where the tokens are.
+
+
+def layout_of(
+    tokens: Tensor,
+    *,
+    causal: bool,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cache: Cache | None = None,
+) -> Layout:
+    """The layout of the new tokens [B, T, ...] behind what the cache holds. Updates the cache's positions and its
+    `first_length`. Reads no value of a tensor."""
+    B, T = tokens.shape[:2]
+    past = 0 if cache is None else cache.get_seq_length()
+    Tk = past + T
+    if attention_mask is not None and tuple(attention_mask.shape) != (B, Tk):
+        where = f" ({past} cached and {T} new)" if past else ""
+        raise UserError(
+            f"attention_mask must be [batch, keys] = [{B}, {Tk}]{where}, 1 for real tokens; it is "
+            f"{list(attention_mask.shape)}"
+        )
+    if cu_seqlens is not None:
+        if B != 1:
+            raise UserError(f"cu_seqlens packs documents into one row: the batch must be 1, not {B}")
+        if attention_mask is not None or position_ids is not None or cache is not None:
+            raise UserError("cu_seqlens says where documents begin and end: pass no mask, positions or cache with it")
+    mask = None if attention_mask is None else attention_mask.bool()
+    positions = _positions(position_ids, mask, B, T, past, cache, tokens.device)
+    first = None
+    if cache is not None:
+        head = cache.layers[0]
+        if head.first_length is None:
+            head.first_length = Tk
+        first = head.first_length
+    return Layout(
+        Tq=T,
+        Tk=Tk,
+        device=tokens.device,
+        causal=causal,
+        key_padding_mask=mask,
+        cu_seqlens=cu_seqlens,
+        positions=positions,
+        first_length=first,
+    )
+
+
+def _positions(
+    given: Tensor | None, mask: Tensor | None, B: int, T: int, past: int, cache: Cache | None, device: torch.device
+) -> Tensor | None:
+    """Explicit positions of all keys [1 or B, past + T]; None where positions are simply counted."""
+    head = None if cache is None else cache.layers[0]
+    known = None if head is None else head.positions
+    if given is None and known is None:
+        return None
+    if given is None:
+        assert known is not None
+        given = known[:, -1:] + torch.arange(1, T + 1, device=device)
+    given = given[None] if given.dim() == 1 else given
+    if given.dim() != 2 or given.shape[0] not in (1, B) or given.shape[1] not in (T, past + T):
+        raise UserError(f"position_ids must be [{B}, {T}], one for each new token; they are {list(given.shape)}")
+    if given.shape[1] == T and past:
+        if known is None:
+            known = Layout(past, past, device, key_padding_mask=None if mask is None else mask[:, :past]).k_positions()
+        given = torch.cat([known.expand(B, -1), given.expand(B, -1)], -1)
+    if head is not None:
+        head.positions = given.expand(B, -1)
+    return given
+
+
+# What position says.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One encoding in one forward pass. `terms` is None where they depend on the layer's input."""
+
+    encoding: Encoding
+    layout: Layout
+    dtype: torch.dtype
+    rotation: Rotation | None = None
+    terms: list[Term] | None = None
+
+    def for_layer(self, hidden: Tensor, cache: RelPosCacheLayer | None) -> tuple[Rotation | None, list[Term]]:
+        """Rotation and terms for a layer with the input `hidden` [B, T, hidden_size], which its cache takes note of."""
+        if self.terms is not None:
+            return self.rotation, self.terms
+        past = None if cache is None else cache.state
+        state = self.encoding.key_state(hidden, self.layout, past)
+        if cache is not None:
+            state = cache.add_state(state)
+        context = Context(self.layout, hidden, state, self.dtype)
+        return self.encoding.rotate(context), self.encoding.terms(context)
+
+
+class Encodings(nn.ModuleList):
+    """The distinct encodings of a model; `of_layer[i]` is the number of layer i's.
+
+    Layers with the same spec hold one module where the encoding says `share`, where it has nothing to train, and where
+    it acts on the model's input, of which there is only one.
+    """
+
+    def __init__(self, config: RelPosConfig):
+        super().__init__()
+        self.of_layer: list[int] = []
+        shared: dict[str, int] = {}
+        for spec in config.layer_encodings():
+            if spec not in shared:
+                encoding = config.build(spec)
+                at_input = type(encoding).embed is not Encoding.embed
+                number = len(self)
+                self.append(encoding)
+                if not (encoding.share or at_input or encoding.parameter_count() == 0):
+                    self.of_layer.append(number)
+                    continue
+                shared[spec] = number
+            self.of_layer.append(shared[spec])
+
+    def embed(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """Token embeddings [B, T, hidden_size] plus every encoding's vector."""
+        positions = layout.q_positions()
+        for encoding in self:
+            vector = encoding.embed(positions)
+            if vector is not None:
+                tokens = tokens + vector.to(tokens.dtype)
+        return tokens
+
+    def plans(self, layout: Layout, dtype: torch.dtype) -> list[Plan]:
+        """A plan for each layer. `dtype` is that of q and k."""
+        wide = torch.promote_types(dtype, torch.float32)
+        plans = []
+        for encoding in self:
+            encoding.checks(layout, dtype)
+            if encoding.content:
+                plans.append(Plan(encoding, layout, wide))
+                continue
+            # Autocast would round what the encoding multiplies, positions among it, to bfloat16.
+            with torch.autocast(layout.device.type, enabled=False):
+                context = Context(layout, dtype=wide)
+                plans.append(Plan(encoding, layout, wide, encoding.rotate(context), encoding.terms(context)))
+        return [plans[number] for number in self.of_layer]
+
+
+class Attention(nn.Module):
+    """Multi-head attention with q, k and v in one projection; grouped-query where there are fewer key heads."""
+
+    def __init__(self, config: RelPosConfig, layer: int):
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.head_dim = config.head_dim
+        self.sizes = [n * config.head_dim for n in (config.num_attention_heads, config.kv_heads, config.kv_heads)]
+        self.qkv = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.bias)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+
+    def forward(
+        self, hidden: Tensor, plan: Plan, cache: Cache | None = None, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output [B, T, hidden_size] and, if needed, the weights [B, H, T, Tk]."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in self.qkv(hidden).split(self.sizes, -1))
+        rotation, terms = plan.for_layer(hidden, None if cache is None else cache.layers[self.layer])
+        if rotation is not None:
+            new = plan.layout.Tk - plan.layout.Tq  # the keys before it are cached as they were turned
+            q = rotate(q, rotation.q_cos, rotation.q_sin, rotation.interleaved)
+            k = rotate(k, rotation.k_cos[:, new:], rotation.k_sin[:, new:], rotation.interleaved)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        out = attend(
+            q,
+            k,
+            v,
+            terms,
+            plan.layout,
+            scale=self.config.scale,
+            rescore=plan.encoding.rescore if plan.encoding.rescores else None,
+            impl=self.config.impl,
+            return_weights=need_weights,
+        )
+        out, weights = out if isinstance(out, tuple) else (out, None)
+        return self.out(out.transpose(1, 2).flatten(2)), weights
+
+
+class MLP(nn.Module):
+    def __init__(self, config: RelPosConfig):
+        super().__init__()
+        self.inner = nn.Linear(config.hidden_size, config.inner_size, bias=config.bias)
+        self.act = activation(config.hidden_act)
+        self.out = nn.Linear(config.inner_size, config.hidden_size, bias=config.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.out(self.act(self.inner(hidden)))
+
+
+@dataclass
+class Trace:
+    """The layers' outputs that a caller asked to see."""
+
+    hidden_states: list[Tensor] | None
+    attentions: list[Tensor] | None = field(default=None)
+
+    @classmethod
+    def of(cls, hidden_states: bool, attentions: bool) -> Trace:
+        return cls([] if hidden_states else None, [] if attentions else None)
+
+    def add(self, hidden: Tensor | None = None, weights: Tensor | None = None) -> None:
+        if self.hidden_states is not None and hidden is not None:
+            self.hidden_states.append(hidden)
+        if self.attentions is not None and weights is not None:
+            self.attentions.append(weights)
+
+    def results(self) -> dict[str, tuple[Tensor, ...] | None]:
+        return {
+            "hidden_states": None if self.hidden_states is None else tuple(self.hidden_states),
+            "attentions": None if self.attentions is None else tuple(self.attentions),
+        }
+
+
+class RelPosPreTrainedModel(PreTrainedModel):
+    """Initialisation, loading and settings of every model here."""
+
+    config_class = RelPosConfig
+    config: RelPosConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["past_key_values"]
+    accepts_loss_kwargs = True  # tells the Trainer to hand over num_items_in_batch
+    new_weights: list[str] = []  # names of weights that were not in what the model was made from
+    unused_weights: list[str] = []  # names of weights there that this model has no place for
+
+    # Initial values.
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Encoding):
+            # An encoding may write values without transformers' guard, so what a checkpoint gave is put back.
+            loaded = [(p, p.clone()) for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
+            module.reset_parameters()
+            for parameter, value in loaded:
+                parameter.copy_(value)
+            return
+        super()._init_weights(module)
+        if isinstance(module, (Attention, MLP)) and self.scaled_residuals:
+            # GPT-2: the residual stream adds up two outputs per layer.
+            std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
+            init.normal_(module.out.weight, std=std)
+
+    scaled_residuals = False
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # For code outside transformers the parent takes a module without direct parameters as initialised, and would
+        # so never call the reset_parameters of an encoding made of linear layers.
+        super()._initialize_weights(module, is_custom_code=False)
+
+    # Loading.
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """transformers' `from_pretrained`; what is wrong with a checkpoint is one clear message. Only safetensors are
+        read. A weight that the checkpoint lacks is an error unless it belongs to an encoding you swapped with `encoding=`."""
+        kwargs.setdefault("use_safetensors", True)
+        saved = _check_folder(cls, path, kwargs.get("subfolder") or "").get("encoding")
+        config = kwargs.get("config")  # the Auto classes have already put `encoding` into it
+        swapped = kwargs.get("encoding", getattr(config, "encoding", saved)) != saved
+        try:
+            model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        except UserError:
+            raise
+        except SafetensorError as error:
+            raise UserError(
+                f"a weight file in {str(path)!r} is corrupt ({error}): it was cut off or overwritten. Copy or save it again"
+            ) from None
+        except (OSError, RuntimeError, KeyError, json.JSONDecodeError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(f"the checkpoint {str(path)!r} cannot be loaded: {first}") from error
+        missing = sorted(info["missing_keys"])
+        lost = [name for name in missing if not (swapped and "encodings." in name)]
+        if lost:
+            raise UserError(
+                f"the checkpoint {str(path)!r} lacks {len(lost)} weights of this model, such as {lost[0]!r}: is it of "
+                "another family or a part of one?"
+            )
+        model.new_weights = missing
+        model.unused_weights = sorted(info["unexpected_keys"])
+        return (model, info) if output_loading_info else model
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
+        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise UserError(
+                "use_reentrant=True cannot carry gradients to what the layers share; leave it out or set it to False"
+            )
+        kwargs["gradient_checkpointing_kwargs"] = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False}
+        super().gradient_checkpointing_enable(**kwargs)
+
+    # Settings.
+
+    def set_impl(self, impl: str) -> None:
+        """Say how attention is computed: `auto`, `reference`, `blockwise` or `fused`."""
+        self.config.impl = check_impl(impl)
+
+    def encoding_of(self, layer: int) -> Encoding:
+        """The encoding of a layer; negative numbers count from the last."""
+        encodings = self.base_model.encodings
+        return encodings[encodings.of_layer[layer]]
+
+    def _dtype_of_scores(self) -> torch.dtype:
+        """What q and k will be computed in."""
+        weight = self.base_model.layers[0].attention.qkv.weight
+        kind = weight.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+    def _trace(self, hidden_states: bool | None, attentions: bool | None) -> Trace:
+        """With the config's choice where the call made none."""
+        return Trace.of(
+            self.config.output_hidden_states if hidden_states is None else hidden_states,
+            self.config.output_attentions if attentions is None else attentions,
+        )
+
+    def _as_dict(self, return_dict: bool | None) -> bool:
+        return self.config.return_dict if return_dict is None else return_dict
+
+    def _skips_logits(self, skip: bool | None) -> bool:
+        """Whether a call with labels computes the loss alone: as asked, as configured, or in training only."""
+        skip = self.config.skip_logits if skip is None else skip
+        return self.training if skip is None else skip
+
+    def _cache(self, cache: Cache | None) -> Cache | None:
+        return None if cache is None else adopt(cache, self.config.num_hidden_layers)
+
+
+def _check_folder(cls: type[PreTrainedModel], path: Any, subfolder: str) -> dict[str, Any]:
+    """The config of a local folder, {} for a name on the hub. Finds the common mistakes before transformers does, which
+    looks for a missing folder on the hub."""
+    if not isinstance(path, (str, Path)):
+        return {}
+    folder = Path(path) / subfolder
+    if not folder.exists():
+        if str(path).count("/") > 1 or str(path).startswith((".", "/", "~")) or Path(path).exists():
+            raise UserError(f"there is no checkpoint folder {str(folder)!r}")
+        return {}
+    if folder.is_file():
+        raise UserError(f"{str(folder)!r} is a file; give the folder that holds it and config.json")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UserError(f"{str(path)!r} has no config.json: it is not a checkpoint that save_pretrained wrote")
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        kind = settings.get("model_type")
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise UserError(f"{str(file)!r} is not valid JSON ({error}): it was cut off or edited") from None
+    if kind != cls.config_class.model_type:
+        raise UserError(
+            f"{str(path)!r} holds a model of type {kind!r}, and {cls.__name__} loads {cls.config_class.model_type!r}; "
+            "AutoModelForCausalLM and AutoModelForMaskedLM pick the class by the type, and from_gpt2 and from_bert take "
+            "those models' weights"
+        )
+    if not any(folder.glob("*.safetensors")):
+        found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+        raise UserError(f"{str(path)!r} has no .safetensors file with weights; it holds {found}")
+    return settings
+
+
+__all__ = ["MLP", "Attention", "Encodings", "Plan", "RelPosPreTrainedModel", "Trace", "layout_of"]

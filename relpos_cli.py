@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -36,9 +36,14 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
     plugin: Annotated[
-        Optional[list[Path]], typer.Option("--plugin", metavar="FILE", help="A Python file with an encoding of your own; may be given again.")
+        list[Path] | None,
+        typer.Option(
+            "--plugin", metavar="FILE", help="A Python file with an encoding of your own; may be given again."
+        ),
     ] = None,
 ) -> None:
     if plugin:
@@ -77,14 +82,21 @@ def encodings(
     for row in rows:
         count = f"{row.parameters:,}"
         shown.add_row(
-            row.name, row.formula, count, row.directions, ", ".join(row.implementations), row.paper.removeprefix("https://")
+            row.name,
+            row.formula,
+            count,
+            row.directions,
+            ", ".join(row.implementations),
+            row.paper.removeprefix("https://"),
         )
     _print(shown)
 
 
 @app.command()
 def info(
-    what: Annotated[str, typer.Argument(metavar="SPEC|RUN", help="An encoding such as 't5:form=clipped', or a folder with a model.")],
+    what: Annotated[
+        str, typer.Argument(metavar="SPEC|RUN", help="An encoding such as 't5:form=clipped', or a folder with a model.")
+    ],
 ) -> None:
     """Show one encoding, or the encodings of a trained model: formula, options, parameters, implementations."""
     from relpos.describe import info as collect
@@ -102,22 +114,333 @@ def info(
 # Data, training, evaluation -------------------------------------------------------------------------------------------
 
 
+data_app = typer.Typer(help="Turn text into token shards.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+@data_app.command("prepare")
+def data_prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A text file, a folder, .jsonl, .parquet, a token stream (.bin, .bin.xz), owner/dataset, or stdlib."
+        ),
+    ] = "stdlib",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bytes, bpe:4096, a tiktoken-style rank file, or a tokenizer folder.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the shards.")] = Path("data/tokens"),
+    eot: Annotated[int | None, typer.Option(help="The token that ends a document.")] = None,
+    field: Annotated[str, typer.Option(help="JSONL field, Parquet or dataset column with the text.")] = "text",
+    separator: Annotated[
+        str, typer.Option(help="What lies between the documents of a text file; escapes such as \\n work.")
+    ] = "\\0",
+    split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")] = "train",
+    config: Annotated[str | None, typer.Option(help="Configuration of a Hugging Face dataset.")] = None,
+    validation: Annotated[float, typer.Option(help="Share of the documents kept for validation.")] = 0.01,
+    max_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = None,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens per shard file.")] = 1 << 26,
+    workers: Annotated[int | None, typer.Option(help="Threads that encode; all cores unless given.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the data already in the folder.")] = False,
+) -> None:
+    """Tokenize a corpus into shards for `relpos train`. Killed, the same command goes on where it was."""
+    from relpos.data import prepare
+    from relpos.data.prepare import describe, unescape
+
+    made = prepare(
+        source,
+        out,
+        tokenizer or (None if eot is not None else "bytes"),
+        eot=eot,
+        field=field,
+        separator=unescape(separator),
+        split=split,
+        config=config,
+        validation=validation,
+        max_tokens=max_tokens,
+        shard_tokens=shard_tokens,
+        workers=workers,
+        overwrite=overwrite,
+        progress=True,
+    )
+    print(describe(made))
+
+
+@data_app.command("check")
+def data_check(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Prepared data.")]) -> None:
+    """Compare every shard of prepared data with its checksum."""
+    from relpos.data import TokenData
+    from relpos.data.prepare import describe
+
+    made = TokenData(folder)
+    made.verify()
+    print(f"{describe(made)}\nevery checksum matches")
+
+
+# Evaluation -----------------------------------------------------------------------------------------------------------
+
+
+def _whole_numbers(text: str, what: str) -> tuple[int, ...]:
+    """`512,1024` or `512 1k 2k`: whole numbers, with k for 1024."""
+    from relpos.errors import UserError
+
+    found = []
+    for part in text.replace(",", " ").split():
+        scale = 1024 if part[-1:] in "kK" else 1
+        digits = part[:-1] if scale > 1 else part
+        if not digits.isdecimal() or int(digits) < 1:
+            raise UserError(f"{what}: {part!r} is not a whole number of tokens; write {what} 512,1024,2048")
+        found.append(int(digits) * scale)
+    return tuple(found)
+
+
+def _quiet_transformers() -> None:
+    """Loading bars and advice of transformers would break our own progress bar."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _first_process() -> bool:
+    import os
+
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _finish(outcomes: list[Any]) -> None:
+    """Say what is missing; exit status 2 where anything is that the user asked for."""
+    failed = [outcome for outcome in outcomes if not outcome.complete()]
+    if _first_process():
+        for outcome in outcomes:
+            if outcome.file is not None:
+                print(outcome.file)
+        for outcome in failed:
+            print(
+                f"relpos: {outcome.path}: {outcome.error or 'some lengths were not measured, see above'}",
+                file=sys.stderr,
+            )
+    if failed:
+        raise typer.Exit(2)
+
+
+_Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN...", help="Folders with a model: a run of `relpos train`, or any causal model of transformers."
+    ),
+]
+_Lengths = Annotated[str, typer.Option(help="Window lengths in tokens, by commas; 16k means 16384.")]
+_Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+_Dtype = Annotated[
+    str, typer.Option(help="auto (float32 on a CPU, bfloat16 on a GPU), float32, bfloat16, float16, float64.")
+]
+_Impl = Annotated[str | None, typer.Option(help="How our models attend: auto, reference, blockwise, fused.")]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace results that were made with other settings.")]
+
+
+@app.command()
+def evaluate(
+    runs: _Runs,
+    data: Annotated[
+        Path, typer.Option(help="A folder of `relpos data prepare`, a token stream (.bin, .bin.xz) or a text file.")
+    ],
+    lengths: _Lengths = "512,1024,2048,4096,8192,16384",
+    protocol: Annotated[str, typer.Option(help="blocks, sliding, last; several by commas.")] = "blocks,last",
+    out: Annotated[Path, typer.Option(help="Folder for one JSON per model.")] = Path("evaluation"),
+    split: Annotated[str, typer.Option(help="Of a prepared folder: validation, train or all.")] = "validation",
+    documents: Annotated[
+        str, typer.Option(help="stream: windows cross document borders; separate: they do not.")
+    ] = "stream",
+    min_document: Annotated[int, typer.Option(help="With separate documents: leave out those with fewer tokens.")] = 2,
+    stride: Annotated[
+        int | None, typer.Option(help="sliding: tokens between windows; half the shortest length.")
+    ] = None,
+    last: Annotated[int | None, typer.Option(help="last: how many tokens of each window count; 256.")] = None,
+    every: Annotated[
+        int | None, typer.Option(help="last: tokens between window ends; a quarter of the longest length.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Use only the first so many tokens of the text.")] = None,
+    eot: Annotated[
+        int | None, typer.Option(help="Token that ends a document in a token stream; the tokenizer's.")
+    ] = None,
+    bos: Annotated[bool, typer.Option("--bos", help="Begin every window with the beginning-of-text token.")] = False,
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
+    impl: _Impl = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens read together; 8192 on a CPU, 65536 on a GPU.")
+    ] = None,
+    overwrite: _Overwrite = False,
+) -> None:
+    """Perplexity by length, with 95% intervals, under protocols that the result states.
+
+    A killed evaluation goes on when the same command is run again. Under torchrun the processes share the windows. Exit
+    status 2 if a model or a length could not be measured; a length beyond a learned table is a dash, not a failure.
+    """
+    from relpos.evaluation import Settings, evaluate_folders
+
+    _quiet_transformers()
+    settings = Settings(
+        lengths=_whole_numbers(lengths, "--lengths"),
+        protocols=tuple(part.strip() for part in protocol.split(",") if part.strip()),
+        stride=stride,
+        last=last,
+        every=every,
+        documents=documents,
+        min_document=min_document,
+    )
+    _finish(
+        evaluate_folders(
+            runs,
+            data,
+            out,
+            settings,
+            split=split,
+            eot=eot,
+            max_tokens=max_tokens,
+            device=device,
+            dtype=dtype,
+            impl=impl,
+            bos=bos,
+            batch_tokens=batch_tokens,
+            overwrite=overwrite,
+        )  # fmt: skip
+    )
+
+
+@app.command()
+def compare(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Results of evaluate and passkey, or folders of them.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the tables and plots.")] = Path("comparison"),
+    labels: Annotated[
+        str | None, typer.Option(help="Names of the columns, by commas; the encodings by default.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="Formats of the plots: png, pdf, svg.")] = "png,pdf,svg",
+) -> None:
+    """The paper's table (Markdown, CSV, LaTeX) and plots from any number of result files."""
+    from relpos import figures
+    from relpos.evaluation import compare as tables
+    from relpos.figures import curves
+
+    formats = figures.parse_formats(format)
+    comparison = tables.load(list(files), [part.strip() for part in labels.split(",")] if labels else None)
+    for path in tables.write(comparison, out):
+        print(path)
+    for path in curves.write(comparison.perplexity, comparison.passkey, out, formats):
+        print(path)
+    for warning in comparison.warnings:
+        print(f"relpos: {warning}", file=sys.stderr)
+    if comparison.unread:
+        for message in comparison.unread:
+            print(f"relpos: {message}", file=sys.stderr)
+        raise typer.Exit(2)
+
+
+@app.command()
+def passkey(
+    runs: _Runs,
+    lengths: _Lengths = "512,1024,2048,4096,8192,16384",
+    depths: Annotated[
+        str, typer.Option(help="Where the key stands, 0 (beginning) to 1 (end), by commas.")
+    ] = "0,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1",
+    keys: Annotated[int, typer.Option(help="Prompts per cell.")] = 3,
+    seed: Annotated[int, typer.Option(help="Draws the keys.")] = 0,
+    filler: Annotated[
+        Path | None, typer.Option(help="A text file to hide the key in; repeated sentences by default.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for one JSON and one heat map per model.")] = Path("evaluation"),
+    format: Annotated[str, typer.Option(help="Formats of the heat map: png, pdf, svg.")] = "png",
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
+    impl: _Impl = None,
+    overwrite: _Overwrite = False,
+) -> None:
+    """Is a number said once, far back, still found? A grid of length x depth, scored without generation."""
+    from relpos import figures
+    from relpos.errors import UserError
+    from relpos.evaluation.passkey import Grid, passkey_folders
+    from relpos.figures import curves
+
+    _quiet_transformers()
+    formats = figures.parse_formats(format)
+    try:
+        where = tuple(float(part) for part in depths.split(",") if part.strip())
+    except ValueError:
+        raise UserError(f"--depths: {depths!r} is not a list of numbers; write --depths 0,0.5,1") from None
+    grid = Grid(_whole_numbers(lengths, "--lengths"), where, keys, seed)
+    outcomes = passkey_folders(
+        runs, out, grid, filler=filler, device=device, dtype=dtype, impl=impl, overwrite=overwrite
+    )
+    if _first_process():
+        for outcome in outcomes:
+            if outcome.value is not None:
+                for path in figures.save(
+                    curves.passkey([(outcome.name, outcome.value)]), out, f"{outcome.name}.passkey", formats
+                ):
+                    print(path)
+    _finish(outcomes)
+
+
+@app.command()
+def harness(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder with a model.")],
+    tasks: Annotated[str, typer.Option(help="Tasks of the lm-evaluation-harness, by commas.")],
+    out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+    include: Annotated[Path | None, typer.Option(help="A folder with task files of your own.")] = None,
+    limit: Annotated[float | None, typer.Option(help="Only so many samples of each task.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Samples read together.")] = 1,
+    max_length: Annotated[int | None, typer.Option(help="Cut longer inputs; no cap by default.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the harness.")] = 0,
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
+    impl: _Impl = None,
+) -> None:
+    """Run tasks of the lm-evaluation-harness with no length cap. Needs the extra [eval]."""
+    from relpos.evaluation.harness import harness as measure
+
+    _quiet_transformers()
+    value = measure(
+        run, [part.strip() for part in tasks.split(",") if part.strip()], out=out, include=include, limit=limit,
+        num_fewshot=num_fewshot, batch_size=batch_size, max_length=max_length, device=device, dtype=dtype, impl=impl, seed=seed,
+    )  # fmt: skip
+    shown = Table(title=f"{run}, inputs up to {value['max_length']} tokens", title_justify="left")
+    for column in ("task", "measure", "value", "stderr"):
+        shown.add_column(column, justify="right" if column in ("value", "stderr") else "left")
+    for task, scores in value["results"].items():
+        for key, score in scores.items():
+            if isinstance(score, float) and "_stderr" not in key:
+                name, _, kind = key.partition(",")
+                error = scores.get(f"{name}_stderr,{kind}")
+                shown.add_row(task, name, f"{score:.4f}", f"{error:.4f}" if isinstance(error, float) else "")
+    _print(shown)
+    if out is not None:
+        print(out)
+
+
 # Captures and figures -------------------------------------------------------------------------------------------------
 
 
 @app.command()
 def figure(
     sources: Annotated[
-        Optional[list[str]],
-        typer.Argument(metavar="[MODEL|CAPTURE|SPEC]...", help="A model folder, a capture file or an encoding; none draws the captures that ship with relpos."),
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL|CAPTURE|SPEC]...",
+            help="A model folder, a capture file or an encoding; none draws the captures that ship with relpos.",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("figures"),
     length: Annotated[int, typer.Option(help="Tokens; up to 16384.")] = 512,
+    format: Annotated[str, typer.Option(help="png, pdf, svg, with commas between them.")] = "png,pdf",
 ) -> None:
     """Draw what every head does with position."""
     from relpos.figures import write
 
-    for path in write(sources or [], out=out, length=length):
+    for path in write(sources or [], out=out, length=length, format=format):
         print(path)
 
 

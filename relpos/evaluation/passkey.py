@@ -28,7 +28,7 @@ from torch import nn
 
 from relpos.errors import UserError
 from relpos.evaluation import result
-from relpos.evaluation.perplexity import Failure, about_model, explain, names_of
+from relpos.evaluation.perplexity import Failure, Partial, about_model, explain, names_of
 from relpos.evaluation.scoring import Scorer, load_model, load_tokenizer, pick_device, pick_dtype, release
 from relpos.evaluation.sharing import World, progress
 
@@ -40,6 +40,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 BEFORE, BETWEEN, AFTER = "\nThe pass key is", ". Remember it.", " is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 DIGITS = 5
+MEASURES = ("log_likelihood", "digits_first_of_ten", "greedy_digits", "greedy_key")
 CHANCE = -DIGITS * math.log(10)  # of the log likelihood: every number equally likely
 
 
@@ -102,7 +103,9 @@ class Prompts:
         """Prompt and answer, `length` ids; the answer is the last `answer_length` of them."""
         room = length - self.shortest
         if room < 0:
-            raise UserError(f"a passkey prompt needs at least {self.shortest} tokens with this tokenizer; {length} is too short")
+            raise UserError(
+                f"a passkey prompt needs at least {self.shortest} tokens with this tokenizer; {length} is too short"
+            )
         spelled = [i for d in key for i in self.digits[int(d)]]
         needle = [*self.before, *spelled, *self.between, *spelled, *self.after]
         start = np.arange(offset, offset + room) % len(self.filler)
@@ -120,8 +123,9 @@ def prompts_of_cell(prompts: Prompts, grid: Grid, length: int, depth: float) -> 
     return np.stack([prompts.build(length, depth, k, int(o)) for k, o in zip(keys, offsets, strict=True)]), keys
 
 
-def score(scorer: Scorer, prompts: Prompts, ids: np.ndarray, keys: list[str]) -> dict[str, np.ndarray]:
-    """Per prompt: log likelihood of the key among all numbers, digits most likely of ten, digits and key by greedy choice."""
+def score(scorer: Scorer, prompts: Prompts, ids: np.ndarray, keys: list[str]) -> np.ndarray:
+    """Per prompt, [4, prompts] in the order of MEASURES: log likelihood of the key among all numbers, share of digits most
+    likely of ten, digits and key by greedy choice."""
     n = prompts.answer_length
     # Row t of the logits predicts the token behind it, so the last row of the prompt and all but the last of the answer.
     logits = np.concatenate([scorer.logits(row[None, :-1], len(row) - 1 - n) for row in ids]).astype(np.float64)
@@ -133,12 +137,10 @@ def score(scorer: Scorer, prompts: Prompts, ids: np.ndarray, keys: list[str]) ->
     logp = ten - np.log(np.exp(ten - ten.max(-1, keepdims=True)).sum(-1, keepdims=True)) - ten.max(-1, keepdims=True)
     right = np.asarray([[int(d) for d in key] for key in keys])
     chosen = np.take_along_axis(logp, right[..., None], -1)[..., 0]
-    return {
-        "log_likelihood": chosen.sum(-1),
-        "digits_first_of_ten": (ten.argmax(-1) == right).mean(-1),
-        "greedy_digits": greedy.reshape(len(ids), DIGITS, per_digit).all(-1).mean(-1),
-        "greedy_key": greedy.all(-1).astype(float),
-    }
+    digits = greedy.reshape(len(ids), DIGITS, per_digit).all(-1)
+    return np.stack([chosen.sum(-1), (ten.argmax(-1) == right).mean(-1), digits.mean(-1), greedy.all(-1)]).astype(
+        np.float32
+    )
 
 
 def passkey(
@@ -166,27 +168,47 @@ def passkey(
     prompts = Prompts(tokenizer, filler)
     largest = max(max(map(max, prompts.digits)), max(prompts.introduction), max(prompts.filler), max(prompts.question))
     if largest >= scorer.vocabulary:
-        raise UserError(f"the tokenizer gives id {largest} and the model's vocabulary ends at {scorer.vocabulary - 1}: they do not match")
-    about = about_model(model, name, path) | {"impl": impl or ("auto" if hasattr(model, "set_impl") else None), "position_limit": scorer.limit}
-    settings = asdict(grid) | {"filler": result.digest(filler) if filler != FILLER else "default", "spelling": prompts.spelling}
-    identity = result.digest({"format_version": result.FORMAT_VERSION, "model": about, "settings": settings, "device": scorer.device.type})
+        raise UserError(
+            f"the tokenizer gives id {largest} and the model's vocabulary ends at {scorer.vocabulary - 1}: they do not match"
+        )
+    about = about_model(model, name, path) | {
+        "impl": impl or ("auto" if hasattr(model, "set_impl") else None),
+        "position_limit": scorer.limit,
+    }
+    settings = asdict(grid) | {
+        "filler": result.digest(filler) if filler != FILLER else "default",
+        "spelling": prompts.spelling,
+    }
+    parts = {
+        "format_version": result.FORMAT_VERSION,
+        "model": about,
+        "settings": settings,
+        "device": scorer.device.type,
+    }
+    identity = result.digest(parts)
     if out is not None and out.exists() and not overwrite:
         known = result.read_json(out, (result.PASSKEY,))
         if known.get("identity") != identity:
             raise UserError(f"{out} exists and was made with other settings or weights: --overwrite replaces it")
         return known
 
+    partial = Partial(None if out is None else out.with_name(out.name + ".partial"), parts, world)
     cells = [(T, d) for T in grid.lengths for d in grid.depths]
-    mine: dict[tuple[int, float], dict[str, np.ndarray]] = {}
+    mine: dict[tuple[int, float], np.ndarray] = {}
     failures: dict[int, Failure] = {}
     with progress(sum(T for T, _ in cells[world.rank :: world.size]), f"{name} passkey", shown and world.first) as bar:
         for T, depth in cells[world.rank :: world.size]:
-            bar.step(T, f"{T} at {depth:g}")
+            place = ("passkey", T, grid.depths.index(depth))
+            held = partial.get(*place, (len(MEASURES), grid.keys))
+            bar.step(T, f"{T} at {depth:g}", held is not None)
             if T in failures:
                 continue
             try:
-                scorer.check(T - 1)
-                mine[T, depth] = score(scorer, prompts, *prompts_of_cell(prompts, grid, T, depth))
+                if held is None:
+                    scorer.check(T - 1)
+                    held = score(scorer, prompts, *prompts_of_cell(prompts, grid, T, depth))
+                    partial.put(*place, held)
+                mine[T, depth] = held
             except (UserError, ValueError, IndexError, RuntimeError, MemoryError) as error:
                 failures[T] = explain(error, T)
                 bar.say(f"{bar.label}: {T}: {failures[T].reason}")
@@ -202,9 +224,12 @@ def passkey(
             continue
         row: dict[str, Any] = {"length": T, "status": "ok", "cells": []}
         for depth in grid.depths:
-            means = {key: round(float(np.mean(value)), 6) for key, value in scores[T, depth].items()}
+            means = {
+                key: round(float(np.mean(value, dtype=np.float64)), 6)
+                for key, value in zip(MEASURES, scores[T, depth], strict=True)
+            }
             row["cells"].append({"depth": depth, **means})
-        for key in ("log_likelihood", "digits_first_of_ten", "greedy_digits", "greedy_key"):
+        for key in MEASURES:
             row[key] = round(float(np.mean([cell[key] for cell in row["cells"]])), 6)
         rows.append(row)
     value = {
@@ -220,7 +245,11 @@ def passkey(
             "share of digits more likely than the other nine. greedy_digits: share whose tokens are the most likely of the whole "
             "vocabulary, given the right ones before. greedy_key: share of prompts where greedy decoding gives the whole key.",
             "chance": {"log_likelihood": CHANCE, "digits_first_of_ten": 0.1, "greedy_digits": None, "greedy_key": None},
-            "prompt": {"introduction": INTRODUCTION, "filler": FILLER if filler == FILLER else "given", "question": QUESTION},
+            "prompt": {
+                "introduction": INTRODUCTION,
+                "filler": FILLER if filler == FILLER else "given",
+                "question": QUESTION,
+            },
             "shortest_prompt": prompts.shortest,
         },
         "results": rows,
@@ -232,6 +261,7 @@ def passkey(
     }
     if out is not None and world.first:
         result.write_json(out, value)
+        partial.remove()
     world.gather(None)
     model.train(was_training)
     return value
@@ -281,8 +311,17 @@ def passkey_folders(
             model = load_model(path, device=where, dtype=how, impl=impl)
             file = Path(out) / f"{name}.passkey.json"
             outcome.value = passkey(
-                model, load_tokenizer(path), grid, name=name, path=Path(path).name, filler=text, out=file,
-                overwrite=overwrite, impl=impl, world=world, shown=shown,
+                model,
+                load_tokenizer(path),
+                grid,
+                name=name,
+                path=Path(path).name,
+                filler=text,
+                out=file,
+                overwrite=overwrite,
+                impl=impl,
+                world=world,
+                shown=shown,
             )
             outcome.file = file
         except UserError as error:

@@ -67,7 +67,7 @@ class Partial:
         assert self.folder is not None
         return self.folder / f"{protocol}-{T}-{batch:06d}.npy"
 
-    def get(self, protocol: str, T: int, batch: int, shape: tuple[int, int]) -> np.ndarray | None:
+    def get(self, protocol: str, T: int, batch: int, shape: tuple[int, ...]) -> np.ndarray | None:
         if self.folder is None:
             return None
         try:
@@ -101,14 +101,25 @@ def explain(error: BaseException, T: int) -> Failure:
         # The ids are valid, so a model that raises this declines the length itself (its table ends, say).
         return Failure("unsupported", str(error))
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in str(error):
-        return Failure("failed", f"out of memory at {T} tokens: try --dtype bfloat16, a smaller --batch-tokens, or --impl blockwise")
+        return Failure(
+            "failed",
+            f"out of memory at {T} tokens: try --dtype bfloat16, a smaller --batch-tokens, or --impl blockwise",
+        )
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     return Failure("failed", f"{type(error).__name__}: {first}")
 
 
 def _score(
-    scorer: Scorer, text: Text, windows: Windows, protocol: str, T: int, settings: Settings, partial: Partial, world: World,
-    bar: Progress, cost: float,
+    scorer: Scorer,
+    text: Text,
+    windows: Windows,
+    protocol: str,
+    T: int,
+    settings: Settings,
+    partial: Partial,
+    world: World,
+    bar: Progress,
+    cost: float,
 ) -> tuple[list[np.ndarray] | None, Failure | None, float]:
     """The losses of all batches, in order and in every process, or why not; and the seconds this process computed."""
     batches = windows.batches(settings.batch_tokens)
@@ -152,7 +163,12 @@ def _bins(T: int) -> np.ndarray:
 
 
 def _row(
-    T: int, windows: Windows, batches: list[np.ndarray], losses: list[np.ndarray], starts: np.ndarray, with_positions: bool
+    T: int,
+    windows: Windows,
+    batches: list[np.ndarray],
+    losses: list[np.ndarray],
+    starts: np.ndarray,
+    with_positions: bool,
 ) -> dict[str, Any]:
     """One line of results from the losses of all counted tokens."""
     C = len(starts)
@@ -172,7 +188,11 @@ def _row(
         bad += int((~np.isfinite(part)).sum())
     tokens = int(cluster_tokens.sum())
     if bad:
-        return {"length": T, "status": "failed", "reason": f"the loss of {bad} of {tokens} tokens is not a finite number"}
+        return {
+            "length": T,
+            "status": "failed",
+            "reason": f"the loss of {bad} of {tokens} tokens is not a finite number",
+        }
     mean = statistics.clustered_mean(cluster_loss, cluster_tokens)
     low, high = (None if x is None else result.finite(np.exp(min(x, 1000.0))) for x in (mean.low, mean.high))
     row: dict[str, Any] = {
@@ -271,7 +291,11 @@ def evaluate(
     if not fit:
         raise UserError(f"no length fits: {too_short[min(too_short)]}")
     about = about_model(model, name, path)
-    about |= {"impl": impl or ("auto" if hasattr(model, "set_impl") else None), "position_limit": scorer.limit, "logits": scorer.how}
+    about |= {
+        "impl": impl or ("auto" if hasattr(model, "set_impl") else None),
+        "position_limit": scorer.limit,
+        "logits": scorer.how,
+    }
     identity = {
         "format_version": result.FORMAT_VERSION,
         "model": about,
@@ -305,7 +329,10 @@ def evaluate(
         "interval": {"level": 0.95, "method": statistics.METHOD},
         "protocols": found,
         "effective_context": effective_context(found.get("last")),
-        "seeds": {"evaluation": None, "why": "no random number is drawn: windows, order and intervals are fixed by the settings"},
+        "seeds": {
+            "evaluation": None,
+            "why": "no random number is drawn: windows, order and intervals are fixed by the settings",
+        },
         "versions": result.versions(scorer.device),
         "processes": world.size,
         "matmul_precision": torch.get_float32_matmul_precision(),
@@ -321,8 +348,16 @@ def evaluate(
 
 
 def _protocol(
-    protocol: str, scorer: Scorer, text: Text, plan: dict[tuple[str, int], Windows], settings: Settings, too_short: dict[int, str],
-    partial: Partial, world: World, bar: Progress, cost: dict[int, float],
+    protocol: str,
+    scorer: Scorer,
+    text: Text,
+    plan: dict[tuple[str, int], Windows],
+    settings: Settings,
+    too_short: dict[int, str],
+    partial: Partial,
+    world: World,
+    bar: Progress,
+    cost: dict[int, float],
 ) -> dict[str, Any]:
     """All lengths under one protocol."""
     fit = [T for p, T in plan if p == protocol]
@@ -431,9 +466,13 @@ def evaluate_folders(
     where = pick_device(device, world.local_rank)
     how = pick_dtype(dtype, where)
     settings = settings or Settings()
-    settings = dataclasses.replace(settings, batch_tokens=batch_tokens or (65536 if where.type == "cuda" else 8192)).resolve()
+    settings = dataclasses.replace(
+        settings, batch_tokens=batch_tokens or (65536 if where.type == "cuda" else 8192)
+    ).resolve()
     if not Path(data).exists():
-        raise UserError(f"there is no text {str(data)!r}: expected a prepared folder, a .bin or .bin.xz, or a text file")
+        raise UserError(
+            f"there is no text {str(data)!r}: expected a prepared folder, a .bin or .bin.xz, or a text file"
+        )
     unique = list(dict.fromkeys(str(p) for p in paths))
     outcomes = []
     for path, name in zip(unique, names_of(unique), strict=True):
@@ -442,11 +481,20 @@ def evaluate_folders(
         try:
             model = load_model(path, device=where, dtype=how, impl=impl)
             tokenizer = load_tokenizer(path)
-            text = open_text(data, tokenizer, split=split, eot=eot, max_tokens=max_tokens)
+            text = open_text(data, tokenizer, split=split, eot=eot, max_tokens=max_tokens, model_folder=path)
             own = dataclasses.replace(settings, bos=_bos(path, tokenizer, model)) if bos else settings
             file = Path(out) / f"{name}.json"
             outcome.value = evaluate(
-                model, text, own, name=name, path=Path(path).name, out=file, overwrite=overwrite, impl=impl, world=world, shown=shown
+                model,
+                text,
+                own,
+                name=name,
+                path=Path(path).name,
+                out=file,
+                overwrite=overwrite,
+                impl=impl,
+                world=world,
+                shown=shown,
             )
             outcome.file = file
         except UserError as error:

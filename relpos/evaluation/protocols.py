@@ -59,7 +59,9 @@ class Settings:
                 raise UserError(f"{name} must be at least 1, not {value}")
         for name, value in (("stride", self.stride), ("last", self.last)):
             if value is not None and value > lengths[0]:
-                raise UserError(f"{name}={value} is more than the shortest length, {lengths[0]}: not all tokens would fit")
+                raise UserError(
+                    f"{name}={value} is more than the shortest length, {lengths[0]}: not all tokens would fit"
+                )
         last = self.last or min(256, lengths[0])
         every = self.every
         if every is None and text is not None:
@@ -96,7 +98,9 @@ class Windows:
         """Indices of all tokens that count, in order of the windows."""
         if not len(self):
             return np.empty(0, np.int64)
-        return np.concatenate([np.arange(s + f + 1, s + n + 1) for s, n, f in zip(self.start, self.size, self.first, strict=True)])
+        return np.concatenate(
+            [np.arange(s + f + 1, s + n + 1) for s, n, f in zip(self.start, self.size, self.first, strict=True)]
+        )
 
     def batches(self, batch_tokens: int) -> list[np.ndarray]:
         """Indices of windows read together: neighbours of the same shape, at most `batch_tokens` or one window."""
@@ -123,9 +127,7 @@ def fitting(text: Text, settings: Settings) -> tuple[list[int], dict[int, str]]:
     longest = max((b - a for a, b in segments(text, settings)), default=0)
     what = "the text has" if settings.documents == "stream" else "the longest document has"
     fit = [T for T in settings.lengths if longest >= T + 1]
-    return fit, {
-        T: f"{what} {longest} tokens; a window of {T} needs {T + 1}" for T in settings.lengths if T not in fit
-    }
+    return fit, {T: f"{what} {longest} tokens; a window of {T} needs {T + 1}" for T in settings.lengths if T not in fit}
 
 
 def windows(protocol: str, T: int, text: Text, settings: Settings) -> Windows:

@@ -75,7 +75,9 @@ def versions(device: torch.device | str = "cpu") -> dict[str, str]:
             continue
     device = torch.device(device)
     found["machine"] = f"{platform.system()} {platform.machine()}"
-    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    found["device"] = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    )
     return found
 
 

@@ -87,7 +87,9 @@ def set_impl(model: nn.Module, impl: str | None) -> None:
     if impl is None:
         return
     if not hasattr(model, "set_impl"):
-        raise UserError(f"--impl chooses a kernel of relpos' own models; {type(model).__name__} is not one: leave it out")
+        raise UserError(
+            f"--impl chooses a kernel of relpos' own models; {type(model).__name__} is not one: leave it out"
+        )
     model.set_impl(impl)
 
 

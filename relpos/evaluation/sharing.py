@@ -69,7 +69,11 @@ class Progress:
         elif time.monotonic() - self.told > 30:
             self.told = time.monotonic()
             left = (self.told - self.start) * (self.total - self.done) / max(self.fresh, 1e-9)
-            print(f"{self.label}: {what}, {100 * self.done / self.total:.0f}%, about {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"{self.label}: {what}, {100 * self.done / self.total:.0f}%, about {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def say(self, text: str) -> None:
         if not self.shown:

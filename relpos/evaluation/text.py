@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from relpos.errors import UserError
+from relpos.errors import UserError, nearest
 
+SPLITS = ("train", "validation", "all")
+_PIECE = 1 << 24  # tokens read at once
 TEXT_BYTES = 1 << 30  # a text file is read whole; a larger one should be prepared
 
 
@@ -64,21 +66,29 @@ def open_text(
     split: str = "validation",
     eot: int | None = None,
     max_tokens: int | None = None,
+    model_folder: str | Path | None = None,
 ) -> Text:
-    """The text behind `source`; `tokenizer` is the model's, needed for plain text only. `eot` is the id that ends a
-    document in a token stream, by default the tokenizer's."""
+    """The text behind `source`, or its first `max_tokens`. `tokenizer` is the model's, needed for plain text only; the
+    one in `model_folder` must be that of a prepared folder. `eot` is the id that ends a document in a token stream, by
+    default the tokenizer's."""
+    if max_tokens is not None and max_tokens < 2:
+        raise UserError(f"at least 2 tokens are needed to predict one, not {max_tokens}")
     path = Path(source)
     if not path.exists():
-        raise UserError(f"there is no text {str(path)!r}: expected a prepared folder, a .bin or .bin.xz, or a text file")
+        raise UserError(
+            f"there is no text {str(path)!r}: expected a prepared folder, a .bin or .bin.xz, or a text file"
+        )
     if path.is_dir():
-        tokens, documents, about = _prepared(path, split, tokenizer)
+        tokens, documents, about = _prepared(
+            path, split, max_tokens, None if model_folder is None else Path(model_folder)
+        )
     elif path.name.endswith((".bin", ".bin.xz")):
         tokens, documents, about = _stream(path, eot if eot is not None else getattr(tokenizer, "eos_token_id", None))
     else:
         tokens, documents, about = _plain(path, tokenizer)
     if len(tokens) == 0:
         raise UserError(f"{path} is empty: there is nothing to evaluate on")
-    if max_tokens is not None and max_tokens < len(tokens):
+    if max_tokens is not None and max_tokens < len(tokens):  # a prepared folder has done it
         about["whole_text"] = {"tokens": int(len(tokens)), "documents": int(len(documents))}
         tokens = tokens[:max_tokens]
     return make_text(tokens, documents, source=path.name, **about)
@@ -104,7 +114,9 @@ def _stream(path: Path, eot: int | None) -> tuple[np.ndarray, np.ndarray, dict[s
 
 def _plain(path: Path, tokenizer: Any) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     if path.stat().st_size > TEXT_BYTES:
-        raise UserError(f"{path} is larger than {TEXT_BYTES >> 30} GiB: run `relpos data prepare` on it and pass the folder")
+        raise UserError(
+            f"{path} is larger than {TEXT_BYTES >> 30} GiB: run `relpos data prepare` on it and pass the folder"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -133,5 +145,48 @@ def _plain(path: Path, tokenizer: Any) -> tuple[np.ndarray, np.ndarray, dict[str
     return np.asarray(ids, np.uint32), np.asarray(starts, np.int64), about
 
 
-def _prepared(path: Path, split: str, tokenizer: Any) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    raise UserError(f"{path} is a folder; prepared data is not supported yet")
+def _prepared(
+    path: Path, split: str, max_tokens: int | None, folder: Path | None
+) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    from relpos.data import TokenData
+
+    if split not in SPLITS:
+        raise UserError(f"there is no split {split!r}.{nearest(split, SPLITS)}")
+    data = TokenData(path)
+    _same_tokenizer(path, data.tokenizer_hash, folder)
+    streams = {"train": [data.train], "validation": [data.validation], "all": [data.train, data.validation]}[split]
+    total = sum(len(stream) for stream in streams)
+    if total == 0:
+        raise UserError(f"the {split} split of {path} is empty: choose another with --split ({', '.join(SPLITS)})")
+    wanted = total if max_tokens is None else min(max_tokens, total)
+    tokens = np.empty(wanted, data.dtype)
+    starts: list[np.ndarray] = []
+    begin = 0
+    for stream in streams:
+        starts.append(stream.starts + begin)
+        for at in range(0, min(len(stream), wanted - begin), _PIECE):
+            piece = stream.read(at, min(_PIECE, len(stream) - at, wanted - begin - at))
+            tokens[begin + at : begin + at + len(piece)] = piece
+        begin = min(begin + len(stream), wanted)
+    about: dict[str, Any] = {"kind": "prepared folder", "split": split, "end_of_text": data.eot}
+    about |= {"prepared_fingerprint": data.fingerprint, "tokenizer_hash": data.tokenizer_hash}
+    if wanted < total:
+        about["whole_text"] = {"tokens": total, "documents": sum(stream.documents for stream in streams)}
+    return tokens, np.concatenate(starts), about
+
+
+def _same_tokenizer(path: Path, known: str | None, folder: Path | None) -> None:
+    """The ids mean the same to the data and to the model. Silent where one of them has no tokenizer."""
+    from relpos.data import tokenizer as tokenizers
+
+    if known is None or folder is None or not folder.is_dir():
+        return
+    try:
+        own = tokenizers.load(folder).hash
+    except UserError:
+        return  # a model without a tokenizer: its vocabulary size is checked against the ids
+    if own != known:
+        raise UserError(
+            f"the text in {path} was cut into tokens with another tokenizer than the one in {folder}: prepare it again with "
+            f"--tokenizer {folder}"
+        )

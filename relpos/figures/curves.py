@@ -1,0 +1,226 @@
+"""Curves and heat maps of evaluation results: perplexity by length, loss by position, passkey retrieval.
+
+Each function takes (label, result) pairs as `relpos.evaluation.compare` loads them and returns a Figure.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from relpos.errors import UserError
+from relpos.evaluation import result
+from relpos.figures.style import Figure, style
+
+# Okabe and Ito (https://jfly.uni-koeln.de/color/): told apart in every common form of colour blindness. Markers and
+# dashes repeat the message, for print without colour and for more models than colours.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+DASHES = ("-", "--", ":", "-.")
+
+Results = list[tuple[str, dict[str, Any]]]
+
+
+def _look(number: int) -> dict[str, Any]:
+    turn, place = divmod(number, len(COLOURS))
+    return {"color": COLOURS[place], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.6}
+
+
+def _lengths_axis(ax: Axes, ticks: list[int]) -> None:
+    ax.set_xscale("log", base=2)
+    while len(ticks) > 9:
+        ticks = ticks[::2]
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{int(x)}" if x < 10000 else f"{x / 1024:g}k"))
+
+
+def _train_length(ax: Axes, results: Results) -> None:
+    """A line at the training length where all models that state one state the same."""
+    stated = {v["model"].get("train_length") for _, v in results} - {None}
+    if len(stated) == 1:
+        length = stated.pop()
+        ax.axvline(length, color="0.6", linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+        ax.annotate(
+            f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), xytext=(3, -4), textcoords="offset points",
+            fontsize=8, color="0.35", va="top",
+        )  # fmt: skip
+
+
+def _loss_axis(ax: Axes, low: float, high: float, logarithmic: bool) -> None:
+    """A log axis where values span more than a factor of three, with plain numbers on it."""
+    if not logarithmic:
+        return
+    ax.set_yscale("log")
+    steps = (1, 2, 5) if high / low < 300 else (1,)
+    ticks = [m * 10.0**e for e in range(-2, 13) for m in steps if low / 1.3 <= m * 10.0**e <= high * 1.3]
+    if len(ticks) >= 2:
+        ax.yaxis.set_major_locator(FixedLocator(ticks))
+        ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if 1 <= y < 1e6 else f"{y:g}"))
+
+
+def _legend(fig: Figure, ax: Axes, count: int) -> None:
+    if count > 1:
+        fig.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+
+
+def perplexity(results: Results) -> Figure:
+    """Perplexity against length with 95% intervals, one panel per protocol, both axes logarithmic where values spread."""
+    protocols = list(dict.fromkeys(p for _, v in results for p in v["protocols"] if _measured(v, p)))
+    if not protocols:
+        raise UserError("no length was measured: there is nothing to plot")
+    with style():
+        fig = Figure(figsize=(4.3 * len(protocols) + (1.6 if len(results) > 1 else 0.2), 3.5), layout="constrained")
+        panels = fig.subplots(1, len(protocols), squeeze=False)[0]
+        for ax, protocol in zip(panels, protocols, strict=True):
+            values: list[float] = []
+            ticks: set[int] = set()
+            for number, (label, v) in enumerate(results):
+                rows = _measured(v, protocol)
+                x, y = [r["length"] for r in rows], np.array([r["perplexity"] for r in rows], float)
+                ends = np.array(
+                    [[r["perplexity"] if e is None else e for e in r["ci95"]] for r in rows], float
+                ).reshape(-1, 2)
+                ax.errorbar(
+                    x, y, yerr=np.clip([y - ends[:, 0], ends[:, 1] - y], 0, None), label=label, marker=MARKERS[number % len(MARKERS)],
+                    markersize=4, capsize=2, elinewidth=0.8, **_look(number),
+                )  # fmt: skip
+                values += list(y)
+                ticks |= {
+                    r["length"]
+                    for r in v["protocols"].get(protocol, {}).get("results", [])
+                    if r["status"] != "too short"
+                }
+            _lengths_axis(ax, sorted(ticks))
+            _loss_axis(ax, min(values), max(values), max(values) > 3 * min(values))
+            _train_length(ax, results)
+            ax.set_xlabel("window length T (tokens)")
+            ax.set_ylabel("perplexity" if ax is panels[0] else "")
+            ax.set_title(f"{protocol}: {_short(protocol, results)}")
+            ax.grid(True, color="0.9", linewidth=0.6)
+        _legend(fig, panels[0], len(results))
+    return fig
+
+
+def _measured(value: dict[str, Any], protocol: str) -> list[dict[str, Any]]:
+    rows = value["protocols"].get(protocol, {}).get("results", [])
+    return [r for r in rows if r["status"] == "ok" and r["perplexity"] is not None]
+
+
+def _short(protocol: str, results: Results) -> str:
+    settings = next(v["settings"] for _, v in results if protocol in v["protocols"])
+    return {
+        "blocks": "every token of each window",
+        "sliding": f"stride {settings['stride']}",
+        "last": f"last {settings['last']} tokens of each window",
+    }.get(protocol, "")
+
+
+def loss_by_position(results: Results) -> Figure:
+    """Mean loss against the number of tokens before, in the longest windows each model was measured with: the line is the
+    mean over bins (four per doubling), the faint dots the mean over 1/64 of the window."""
+    chosen = []
+    for label, v in results:
+        rows = [r for r in _measured(v, "blocks") if "positions" in r]
+        if rows:
+            chosen.append((label, max(rows, key=lambda r: r["length"])))
+    if not chosen:
+        raise UserError("loss by position needs the protocol `blocks`: no file holds it")
+    longest = max(row["length"] for _, row in chosen)
+    with style():
+        fig = Figure(figsize=(5.4 + (1.6 if len(chosen) > 1 else 0), 3.5), layout="constrained")
+        ax = fig.subplots()
+        lows, highs = [], []
+        for number, (label, row) in enumerate(chosen):
+            bins = row["positions"]["bins"]
+            y = np.array(bins["loss"], float)
+            x = np.sqrt(np.array(bins["from"], float) * np.array(bins["to"], float))
+            ax.plot(x, y, label=label if row["length"] == longest else f"{label} (to {row['length']})", **_look(number))
+            full = result.unpack(row["positions"]["loss_f32_base64"])
+            size = max(1, len(full) // 64)
+            means = full[: len(full) // size * size].reshape(-1, size).mean(1)
+            centres = np.arange(len(means)) * size + (size + 1) / 2
+            ax.plot(centres, means, ".", color=_look(number)["color"], markersize=2.5, alpha=0.35)
+            late = y[x >= min(8, longest / 4)]
+            lows.append(np.nanmin(y))
+            highs.append(np.nanmax(late))
+        ax.set_ylim(
+            min(lows) - 0.1 * (max(highs) - min(lows)) - 0.02, max(highs) + 0.1 * (max(highs) - min(lows)) + 0.02
+        )
+        _lengths_axis(ax, [2**i for i in range(0, longest.bit_length(), 2 if longest > 600 else 1)])
+        _train_length(ax, results)
+        ax.set_xlabel("tokens before, in the same window")
+        ax.set_ylabel("mean loss (nats per token)")
+        ax.set_title("Loss by position, protocol blocks")
+        ax.grid(True, color="0.9", linewidth=0.6)
+        _legend(fig, ax, len(chosen))
+    return fig
+
+
+def write(evaluations: Results, passkeys: Results, out: str | Path, formats: list[str]) -> list[Path]:
+    """Every plot these results allow, into a folder."""
+    from relpos.figures import save
+
+    written: list[Path] = []
+    if any(_measured(v, p) for _, v in evaluations for p in v["protocols"]):
+        written += save(perplexity(evaluations), Path(out), "perplexity", formats)
+    if any("positions" in row for _, v in evaluations for row in _measured(v, "blocks")):
+        written += save(loss_by_position(evaluations), Path(out), "loss-by-position", formats)
+    if passkeys:
+        written += save(passkey(passkeys), Path(out), "passkey", formats)
+    return written
+
+
+MEASURES = {
+    "digits_first_of_ten": ("digits more likely than the nine others", "chance 10%"),
+    "greedy_key": ("keys found by greedy decoding", ""),
+}
+
+
+def passkey(results: Results) -> Figure:
+    """Heat maps length x depth, one row per model: right digits against the other digits, and keys found greedily."""
+    with style():
+        lengths = max(len(v["results"]) for _, v in results)
+        fig = Figure(figsize=(2 * max(3.6, 0.62 * lengths + 1.6) + 0.8, 3.1 * len(results) + 0.2), layout="constrained")
+        panels = fig.subplots(len(results), 2, squeeze=False)
+        for (label, v), row in zip(results, panels, strict=True):
+            for ax, (measure, (title, chance)) in zip(row, MEASURES.items(), strict=True):
+                image = _heat(ax, v, measure)
+                note = f" ({chance})" if chance else ""
+                ax.set_title("\n".join(textwrap.wrap(f"{label}: {title}{note}", 44)), fontsize=9)
+                fig.colorbar(image, ax=ax, format=FuncFormatter(lambda x, _: f"{100 * x:.0f}%"))
+    return fig
+
+
+def _heat(ax: Axes, value: dict[str, Any], measure: str) -> Any:
+    depths = value["settings"]["depths"]
+    grid = np.full((len(depths), len(value["results"])), np.nan)
+    for column, row in enumerate(value["results"]):
+        if row["status"] == "ok":
+            grid[:, column] = [cell[measure] for cell in row["cells"]]
+    image = ax.imshow(grid, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="upper")
+    for (i, j), share in np.ndenumerate(grid):
+        text = "-" if np.isnan(share) else f"{100 * share:.0f}"
+        ax.text(
+            j,
+            i,
+            text,
+            ha="center",
+            va="center",
+            fontsize=6,
+            color="0.4" if np.isnan(share) else "w" if share < 0.55 else "k",
+        )
+    ax.set_xticks(
+        range(grid.shape[1]), [str(r["length"]) for r in value["results"]], rotation=0 if grid.shape[1] < 7 else 45
+    )
+    step = 1 if len(depths) <= 11 else 2
+    ax.set_yticks(range(0, len(depths), step), [f"{100 * d:g}%" for d in depths[::step]])
+    ax.set_xlabel("length (tokens)")
+    ax.set_ylabel("depth of the key")
+    return image

@@ -10,7 +10,7 @@ which encoding they came from. Shapes: B batch, H heads, Tq queries, Tk keys; a 
 | Slope     | `-m_h |d|`                                                                |
 | Distance  | `values[h, clamp(origin + d)]`: the first and last value go on for ever   |
 | Potential | `-g_i |S_i - S_j|`, or with `log` `-g_i ln((S_i - S_j)^2 + 1)`            |
-| Profile   | a piecewise linear function of `u = ln(1 + rate |d|) * rho_i`             |
+| Profile   | a piecewise linear function of `u = ln(1 + rate_h |d|) * rho_i`           |
 | Bank      | `r_i @ bank[:, d]`, zero where d is outside the bank                      |
 
 `Rotation` is not a term: it acts on q and k before they meet. `Layout` says which query sits where and may see what.
@@ -24,6 +24,11 @@ from typing import Union
 
 import torch
 from torch import Tensor
+
+
+def full_precision(x: Tensor) -> torch.autocast:
+    """Autocast off around the arithmetic of positions: it would run a float32 matrix product in bfloat16."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,9 @@ class Potential:
 
 @dataclass(frozen=True)
 class Profile:
-    rate: Tensor  # [], >= 0
+    rate: Tensor  # [1 or H], >= 0
     rho: Tensor  # [1 or B, Tq]
-    knots: Tensor  # [K], ascending, without gradient: the function is continuous there
+    knots: Tensor  # [K], K >= 0, ascending, without gradient: the function is continuous there
     slope: Tensor  # [H, K + 1]; on piece r, between knots r-1 and r, the value is offset[h, r] + slope[h, r] * u
     offset: Tensor  # [H, K + 1]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from relpos.terms import Bank, Distance, Layout, Potential, Profile, Rotation, Slope, Term
+from relpos.terms import Bank, Distance, Layout, Potential, Profile, Rotation, Slope, Term, full_precision
 
 Rescore = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # Encoding.rescore
 
@@ -44,7 +44,9 @@ def term_bias(term: Term, layout: Layout, rows: slice = slice(None), keys: int |
     if isinstance(term, Potential):
         term = term.rows(rows)
         difference = term.query[..., None] - term.key[..., None, :keys]
-        bias = -torch.log(difference.square() + 1) if term.log else -difference.abs()
+        if not layout.causal:
+            difference = difference.abs()
+        bias = -torch.log(difference.square() + 1) if term.log else -difference
         return bias if term.gate is None else bias * term.gate[..., None]
     if isinstance(term, Distance) and layout.plain:
         return diagonals(term, layout, rows, keys)[None]
@@ -57,11 +59,13 @@ def term_bias(term: Term, layout: Layout, rows: slice = slice(None), keys: int |
         index = (d + term.origin).clamp(0, term.values.shape[1] - 1)
         return term.values[:, index].transpose(0, 1)
     if isinstance(term, Profile):
-        u = torch.log1p(term.rate * d.abs()) * term.rho[:, rows, None]
-        piece = torch.bucketize(u.detach(), term.knots)
-        return (term.offset[:, piece] + term.slope[:, piece] * u).transpose(0, 1)
+        u = torch.log1p(term.rate[:, None, None] * d.abs()[:, None]) * term.rho[:, None, rows, None]
+        piece = torch.bucketize(u.detach(), term.knots)  # [1 or B, 1 or H, q, keys]
+        head = torch.arange(term.slope.shape[0], device=u.device)[:, None, None]
+        return term.offset[head, piece] + term.slope[head, piece] * u
     if isinstance(term, Bank):
-        profile = term.query[:, :, rows] @ term.bank  # [B, H, q, size]: the query's own value per distance
+        with full_precision(term.bank):
+            profile = term.query[:, :, rows] @ term.bank  # [B, H, q, size]: the query's own value per distance
         size = term.bank.shape[1]
         index = d[:, None].clamp(0, size - 1).expand(*profile.shape[:2], -1, -1)
         return profile.gather(-1, index).masked_fill(((d < 0) | (d >= size))[:, None], 0.0)

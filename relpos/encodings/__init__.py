@@ -111,7 +111,11 @@ def load_file(path: str | Path) -> type[Encoding]:
     import sys
 
     sys.modules[module_name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise UserError(f"{path} could not be imported: {type(error).__name__}: {error}") from error
     return register(_in_module(module, str(path)), name)
 
 
@@ -137,7 +141,7 @@ def split_list(text: str | Iterable[str]) -> list[str]:
 
 def _split_name(spec: str) -> tuple[str, str]:
     """Name (or path of a file) and the text of the options."""
-    match = re.match(r"^(.*?\.py)(?::(.*))?$", spec)
+    match = re.match(r"^([^=]*?\.py)(?::(.*))?$", spec)
     if match:
         return match.group(1), match.group(2) or ""
     name, _, rest = spec.partition(":")
@@ -150,6 +154,11 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
     if not isinstance(spec, str) or not spec.strip():
         raise UserError(f"an encoding is a string such as 'alibi:slopes=geometric', not {spec!r}")
     name, rest = _split_name(spec.strip())
+    if "," in name and not name.endswith(".py"):
+        raise UserError(
+            f"{spec!r} is not one encoding: options follow a colon, as in 'kerple:form=power'; everything after base= "
+            "belongs to the base"
+        )
     raw: dict[str, str] = {}
     while rest:
         key, equals, rest = rest.partition("=")
@@ -245,7 +254,8 @@ def build(
     `reset=False` leaves the drawing to a model's weight initialisation; `allow_file=False` refuses a path, as for a
     spec that comes from a checkpoint.
     """
-    for what, value in (("heads", heads), ("head_dim", head_dim)):
+    hidden_size = heads * head_dim if hidden_size is None else hidden_size
+    for what, value in (("heads", heads), ("head_dim", head_dim), ("hidden_size", hidden_size)):
         if not isinstance(value, int) or value < 1:
             raise UserError(f"{what} must be a positive whole number, not {value!r}")
     name, raw = parse(spec)
@@ -261,7 +271,7 @@ def build(
             values[key] = _convert(text, known[key][0])
         except ValueError:
             raise UserError(f"{cls.name}: {key}={text!r} is not {describe_type(known[key][0])}") from None
-    encoding = cls(heads=heads, head_dim=head_dim, hidden_size=hidden_size or heads * head_dim, **values)
+    encoding = cls(heads=heads, head_dim=head_dim, hidden_size=hidden_size, **values)
     if reset:
         encoding.reset_parameters()
     return encoding

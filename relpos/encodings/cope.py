@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from relpos.encodings.base import Encoding, wide
+from relpos.terms import full_precision
 
 
 class CoPE(Encoding):
@@ -34,7 +35,8 @@ class CoPE(Encoding):
         # From the key to the end of the row; what lies behind the query is masked and counts nothing.
         counted = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.positions - 1)
         below = counted.detach().floor()
-        table = (wide(q) @ wide(self.table)).to(scores.dtype)  # [B, H, q, positions]
+        with full_precision(q):
+            table = (wide(q) @ wide(self.table)).to(scores.dtype)  # [B, H, q, positions]
         low = table.gather(-1, below.long())
         high = table.gather(-1, (below.long() + 1).clamp(max=self.positions - 1))
         return scores + bias + low + (high - low) * (counted - below)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relpos.encodings.base import Encoding
-from relpos.terms import Context, Layout, Rotation, Term
+from relpos.terms import Context, Layout, Rotation, Term, full_precision
 
 
 class DAPE(Encoding):
@@ -87,7 +87,8 @@ class DAPE(Encoding):
             if self.version == 2:
                 cells = cells.masked_fill(~allowed, 0.0)
             assert layer.bias is not None
-            return F.conv2d(cells, layer.weight.to(cells.dtype), layer.bias.to(cells.dtype), padding=layer.padding)
+            with full_precision(cells):
+                return F.conv2d(cells, layer.weight.to(cells.dtype), layer.bias.to(cells.dtype), padding=layer.padding)
 
         both = torch.cat((scores, bias.to(scores.dtype).expand_as(scores)), 1)
         return scores + bias + convolve(self.outer, F.leaky_relu(convolve(self.inner, both), 0.01))

@@ -9,11 +9,10 @@ Bidirectional: |d|, normalised by the query's position (no published form; the c
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relpos.encodings.base import Encoding, wide
-from relpos.terms import Context, Profile, Term
+from relpos.terms import Context, Profile, Term, full_precision
 
 EPS = 1e-6
 
@@ -54,18 +53,19 @@ class Fire(Encoding):
         w, b = wide(self.inner.weight)[:, 0], wide(self.inner.bias)
         with torch.no_grad():
             turn = torch.where(w == 0, 0.0, -b / torch.where(w == 0, 1.0, w))
-            knots = turn.clamp(0, 1).sort().values
-            edges = F.pad(knots, (1, 1))
-            edges[0], edges[-1] = -1.0, 2.0
+            # Only far out of reach (u is near [0, 1]) may a knot be moved: f must be continuous at every other.
+            knots = turn.clamp(-1e4, 1e4).sort().values
+            edges = torch.cat((knots[:1] - 1, knots, knots[-1:] + 1))
             middle = (edges[1:] + edges[:-1]) / 2
             active = (middle[:, None] * w + b > 0).to(w.dtype)  # [K + 1, width]
         out = wide(self.outer.weight)
-        slope = out @ (active * w).T
-        offset = out @ (active * b).T + wide(self.outer.bias)[:, None]
+        with full_precision(out):
+            slope = out @ (active * w).T
+            offset = out @ (active * b).T + wide(self.outer.bias)[:, None]
         return knots, slope, offset
 
     def terms(self, ctx: Context) -> list[Term]:
-        rate = wide(self.c).abs()
+        rate = wide(self.c).abs()[None]
         limit = (wide(self.multiplier) * self.length).abs()
         positions = ctx.layout.q_positions().to(rate.dtype)
         rho = 1 / (torch.log1p(rate * torch.maximum(limit, positions)) + EPS)

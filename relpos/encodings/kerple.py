@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from relpos.encodings.base import DistanceEncoding, wide
+from relpos.terms import Context, Profile, Term
 
 FLOOR = 0.01
 
@@ -41,12 +42,18 @@ class Kerple(DistanceEncoding):
         nn.init.uniform_(self.p, 0, 2)
         nn.init.uniform_(self.a, 0, 1)
 
+    def terms(self, ctx: Context) -> list[Term]:
+        if self.form == "power":
+            return super().terms(ctx)
+        # A profile without knots: a logarithm is cheaper to take again in a kernel than to fetch.
+        rate, slope = wide(self.a).clamp(min=FLOOR), -wide(self.p).clamp(min=FLOOR)[:, None]
+        rho = torch.ones(1, ctx.layout.Tq, dtype=rate.dtype, device=rate.device)
+        return [Profile(rate, rho, rate.new_empty(0), slope, torch.zeros_like(slope))]
+
     def by_distance(self, d: Tensor) -> Tensor:
+        """The power form."""
         shape = (self.heads, *[1] * d.dim())
         a = wide(self.a).clamp(min=FLOOR).view(shape)
-        if self.form == "log":
-            p = wide(self.p).clamp(min=FLOOR).view(shape)
-            return -p * torch.log1p(a * d.abs())
         p = wide(self.p).clamp(min=FLOOR, max=2).view(shape)
         # d = 0 gives 0 whatever p; keeping it out of pow keeps 0 * log 0 out of the gradient of p.
         far = d.abs().clamp(min=1)

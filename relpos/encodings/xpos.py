@@ -5,7 +5,7 @@ interleaved and scale_base is 512, as in the authors' code. Causal only: a key a
 
 The authors centre positions at half the current length, which cancels in the score but leaves cached keys inconsistent
 as the text grows; positions here are the positions. The keys' factor then grows without bound, so a text too long for
-q's dtype is an error, with room for keys 16 times the usual size: beyond 3,399 positions in float16, 35,127 in bfloat16
+q's dtype is an error, with room for keys 16 times the usual size: beyond 3,399 positions in float16, 35,125 in bfloat16
 and float32. Explicit `positions` are not checked: that would read values.
 """
 

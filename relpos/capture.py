@@ -8,7 +8,8 @@ rotated q and k where they matter, and the trained positional parameters of ever
 - `scores`: the content score `q . k * scale`, after rotation, before bias and mask;
 - `weights`: the softmax of both together.
 
-Masked cells are `-inf` in all three, so that a picture leaves them blank. The file is safetensors; docs/capture.md fixes its keys.
+Masked cells are `-inf` in all three, so that a picture leaves them blank. The file is safetensors;
+docs/capture.md fixes its keys.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class Capture:
         if encoding is None or encoding.content or encoding.rescores or not encoding.additive:
             if held is None:
                 raise UserError(
-                    f"this capture of {self.title} holds layer {', '.join(map(str, self.layers))} of {self.num_layers} and "
-                    f"layer {layer} depends on the text: make a capture with --layers all"
+                    f"this capture of {self.title} holds layer {', '.join(map(str, self.layers))} of {self.num_layers} "
+                    f"and layer {layer} depends on the text: make a capture with --layers all"
                 )
             raise UserError(
                 f"this capture of {self.title} was made with {self.length} tokens; a length of {length} needs a new "
@@ -133,7 +134,9 @@ class Capture:
             raise UserError(f"length must be between 1 and {MAX_LENGTH}, not {length}")
         held = self._layer(layer, length)
         if kind == "bias" and not self.has_bias(layer):
-            raise UserError(f"{self.title} adds nothing to the scores: draw kind 'scores' or 'weights' instead of 'bias'")
+            raise UserError(
+                f"{self.title} adds nothing to the scores: draw kind 'scores' or 'weights' instead of 'bias'"
+            )
         needs_content = kind != "bias" or self._rescores(layer)
         if needs_content and (held.q is None or held.k is None):
             raise UserError(
@@ -145,7 +148,12 @@ class Capture:
         return bool(self.specs) and encodings.get(encodings.parse(self.specs[self.modules[layer]])[0]).rescores
 
     def rows(
-        self, kind: str, layer: int = -1, heads: list[int] | None = None, length: int | None = None, step: int | None = None
+        self,
+        kind: str,
+        layer: int = -1,
+        heads: list[int] | None = None,
+        length: int | None = None,
+        step: int | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Blocks of rows of a map: (first row, float32 [heads, rows, length])."""
         layer = self.index(layer)
@@ -237,7 +245,18 @@ class Capture:
             tensors["tokens"] = self.tokens.to(torch.int32)
         header = {
             key: getattr(self, key)
-            for key in ("name", "title", "heads", "length", "num_layers", "specs", "modules", "geometry", "pieces", "provenance")
+            for key in (
+                "name",
+                "title",
+                "heads",
+                "length",
+                "num_layers",
+                "specs",
+                "modules",
+                "geometry",
+                "pieces",
+                "provenance",
+            )
         }
         header["layers"] = described
         metadata = {"format": FORMAT, "version": str(VERSION), "header": json.dumps(header)}
@@ -268,9 +287,7 @@ def restrict(term: Term, heads: list[int], length: int) -> Term:
             term, query=term.query[:, heads, :length], key=term.key[:, heads, :length], gate=gate
         )
     if isinstance(term, terms.Profile):
-        return dataclasses.replace(
-            term, rho=term.rho[:, :length], slope=term.slope[heads], offset=term.offset[heads]
-        )
+        return dataclasses.replace(term, rho=term.rho[:, :length], slope=term.slope[heads], offset=term.offset[heads])
     return dataclasses.replace(term, query=term.query[:, heads, :length])
 
 
@@ -291,7 +308,7 @@ def load(path: str | Path) -> Capture:
         raise UserError(f"{str(path)!r} is a safetensors file but no capture; `relpos capture` makes one from a model")
     if not metadata.get("version", "").isdigit() or int(metadata["version"]) > VERSION:
         raise UserError(
-            f"{str(path)!r} is a capture of version {metadata.get('version')}; this relpos reads up to version {VERSION}. "
+            f"{str(path)!r} is a capture of version {metadata.get('version')}; this relpos reads up to {VERSION}. "
             "Install a newer relpos"
         )
     try:
@@ -313,7 +330,9 @@ def load(path: str | Path) -> Capture:
                 entry["window"],
                 entry["causal"],
             )
-        parameters = {key.removeprefix("parameter."): value for key, value in tensors.items() if key.startswith("parameter.")}
+        parameters = {
+            key.removeprefix("parameter."): value for key, value in tensors.items() if key.startswith("parameter.")
+        }
         return Capture(layers=layers, parameters=parameters, tokens=tensors.get("tokens"), **header)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{str(path)!r} is a damaged capture: {type(error).__name__}: {error}") from None
@@ -322,7 +341,9 @@ def load(path: str | Path) -> Capture:
 # An encoding by itself.
 
 
-def from_spec(spec: str, *, length: int = 512, heads: int = 12, head_dim: int = 64, seed: int = 0, causal: bool = True) -> Capture:
+def from_spec(
+    spec: str, *, length: int = 512, heads: int = 12, head_dim: int = 64, seed: int = 0, causal: bool = True
+) -> Capture:
     """An encoding at its initial parameters, without a model.
 
     What it reads of a text is made up, and the caption says so: standard normal hidden states (what a layer norm gives)
@@ -353,7 +374,9 @@ def from_spec(spec: str, *, length: int = 512, heads: int = 12, head_dim: int = 
                 q = k = torch.ones(1, heads, length, head_dim)
                 note.append("q and k are all ones")
             else:
-                raise UserError(f"{encoding.name} adds nothing and turns nothing: there is nothing to draw without a model")
+                raise UserError(
+                    f"{encoding.name} adds nothing and turns nothing: there is nothing to draw without a model"
+                )
         if q is not None and k is not None:
             q, k = reference.apply_rotation(q, k, rotation)
             q, k = q[0], k[0]

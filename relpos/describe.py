@@ -40,13 +40,16 @@ def enters(encoding: Encoding) -> str:
 
     if encoding.rescores:
         return "rescored scores"
-    ways = [word for hook, word in (("terms", "bias"), ("rotate", "rotation"), ("embed", "embedding")) if overrides(hook)]
+    ways = [
+        word for hook, word in (("terms", "bias"), ("rotate", "rotation"), ("embed", "embedding")) if overrides(hook)
+    ]
     return " and ".join(ways) or "mask only"
 
 
 def describe(spec: str, *, layers: int = GPT2_SMALL_LAYERS, **geometry: int) -> Description:
     """Describe a spec for a model's geometry, by default that of GPT-2 Small."""
-    encoding = encodings.build(spec, **{**GPT2_SMALL, **geometry})
+    shape: Any = {**GPT2_SMALL, **geometry}
+    encoding = encodings.build(spec, **shape)
     per_layer = encoding.parameter_count()
     way = enters(encoding)
     shared = encoding.share or "embedding" in way
@@ -85,11 +88,11 @@ def markdown_table() -> str:
     for row in table():
         formula = row.formula.replace("|", "\\|")
         title = f"[{row.title}]({row.paper})" if row.paper else row.title
-        count = f"{row.parameters:,}" + (" (shared)" if row.shared and row.parameters else "")
-        fused = "yes" if "fused" in row.implementations else "no"
-        lines.append(
-            f"| `{row.name}` | {title} | `{formula}` | {row.enters} | {count} | {row.directions} | {fused} |"
+        count = f"{row.parameters:,}" + (
+            " (shared)" if row.shared and row.parameters and row.enters != "embedding" else ""
         )
+        fused = "yes" if "fused" in row.implementations else "no"
+        lines.append(f"| `{row.name}` | {title} | `{formula}` | {row.enters} | {count} | {row.directions} | {fused} |")
     return "\n".join(lines)
 
 
@@ -129,7 +132,9 @@ def _info_run(folder: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     """The model's configuration, then every distinct encoding in it."""
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"{str(folder)!r} holds no config.json, so it is no model; expected a folder that save_pretrained wrote")
+        raise UserError(
+            f"{str(folder)!r} holds no config.json, so it is no model; expected a folder that save_pretrained wrote"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:

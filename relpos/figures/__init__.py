@@ -13,6 +13,7 @@ from relpos import encodings
 from relpos.capture import Capture
 from relpos.errors import UserError, nearest
 from relpos.figures import maps as _maps
+from relpos.figures import sheet as _sheet
 from relpos.figures.style import Figure
 
 FORMATS = ("png", "pdf", "svg")
@@ -33,7 +34,9 @@ def defaults() -> list[str]:
     return [name for name in encodings.names() if encodings.get(name).additive]
 
 
-def collect(held: Capture, *, layer: int = -1, heads: Sequence[int] | None = None, kind: str | None = None, length: int = 512) -> _maps.Maps:
+def collect(
+    held: Capture, *, layer: int = -1, heads: Sequence[int] | None = None, kind: str | None = None, length: int = 512
+) -> _maps.Maps:
     kind = kind or held.default_kind(layer)
     chosen = list(range(held.heads)) if heads is None else list(heads)
     block = max(1, -(-length // _maps.PIXELS))
@@ -70,13 +73,35 @@ def write(
     wanted = parse_formats(format)
     folder = Path(out)
     written: list[Path] = []
+    drawn: list[tuple[_maps.Maps, Capture]] = []
     for what in sources or defaults():
         held = source(what, length=length)
         maps = collect(held, layer=layer, heads=heads, kind=kind, length=length)
         fig = _maps.draw(maps)
         written += save(fig, folder, held.name, wanted)
         written.append(sidecar(maps, held, folder))
+        drawn.append((maps, held))
+    if len(drawn) > 1:
+        fig = _sheet.draw([maps for maps, _ in drawn], [held.title for _, held in drawn])
+        written = save(fig, folder, "contact-sheet", wanted) + written
     return written
+
+
+def figure(
+    *sources: str | Path | Capture,
+    out: str | Path | None = None,
+    layer: int = -1,
+    heads: Sequence[int] | None = None,
+    kind: str | None = None,
+    length: int = 512,
+    format: str | Iterable[str] = "png,pdf",
+) -> Figure:
+    """The picture of one source as a matplotlib Figure, or the contact sheet of several (of the defaults for none)."""
+    if out is not None:
+        write(sources, out=out, layer=layer, heads=heads, kind=kind, length=length, format=format)
+    held = [source(what, length=length) for what in sources or defaults()]
+    drawn = [collect(one, layer=layer, heads=heads, kind=kind, length=length) for one in held]
+    return _maps.draw(drawn[0]) if len(drawn) == 1 else _sheet.draw(drawn, [one.title for one in held])
 
 
 def save(fig: Figure, folder: Path, name: str, formats: Iterable[str]) -> list[Path]:

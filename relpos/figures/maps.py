@@ -20,8 +20,8 @@ PIXELS = 1024  # longer maps are drawn as block means of at most so many pixels 
 
 @dataclass
 class Maps:
-    """The maps of some heads, ready to draw: `values` [heads, n, n] with NaN where nothing is seen, and the range of the
-    full map of each head, which a block mean would narrow."""
+    """The maps of some heads, ready to draw: `values` [heads, n, n] with NaN where nothing is seen, and the range of
+    the full map of each head, which block means would narrow."""
 
     kind: str
     heads: list[int]  # numbers from 0
@@ -89,12 +89,12 @@ def draw(maps: Maps, *, shared: bool = False, columns: int = 3) -> Figure:
     count = len(maps.heads)
     columns = min(columns, count)
     rows = math.ceil(count / columns)
-    side, gap_x, gap_y, left, right = 2.9, 1.45, 0.62, 0.6, 0.85
+    side, gap_x, gap_y, left, right = 2.9, 1.25, 0.62, 0.6, 0.85
     lines = textwrap.wrap(maps.caption, max(40, int(columns * 34)))
     top, bottom = 0.75, 0.45 + 0.17 * len(lines)
     width = left + columns * side + (columns - 1) * gap_x + right
     height = top + rows * side + (rows - 1) * gap_y + bottom
-    with style():  # type: ignore[attr-defined]
+    with style():
         fig = Figure(figsize=(width, height), facecolor="white")
         low_all, high_all = float(maps.low.min()), float(maps.high.max())
         for index, head in enumerate(maps.heads):
@@ -107,5 +107,7 @@ def draw(maps: Maps, *, shared: bool = False, columns: int = 3) -> Figure:
             low, high = (low_all, high_all) if shared else (float(maps.low[index]), float(maps.high[index]))
             panel(ax, bar, maps, index, low, high)
         fig.text(left / width, 1 - 0.3 / height, maps.title, size=12, weight="bold", va="center")
-        fig.text(left / width, (bottom - 0.4) / height, "\n".join(lines), size=8, va="top", color="0.25", linespacing=1.35)
+        fig.text(
+            left / width, (bottom - 0.4) / height, "\n".join(lines), size=8, va="top", color="0.25", linespacing=1.35
+        )
     return fig

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+from contextlib import AbstractContextManager
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.colors import Colormap, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure as _Figure
 
-RC = {
+RC: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so a picture is the same everywhere
     "font.size": 9,
     "axes.titlesize": 10,
@@ -30,8 +32,8 @@ class Figure(_Figure):
         return buffer.getvalue()
 
 
-def style() -> object:
-    """Context manager with our settings."""
+def style() -> AbstractContextManager[None]:
+    """Our settings, for the time of one drawing."""
     return matplotlib.rc_context(RC)
 
 
@@ -39,7 +41,11 @@ def _oklab_to_srgb(lab: np.ndarray) -> np.ndarray:
     """Oklab (https://bottosson.github.io/posts/oklab/), a space in which equal steps look equal, to sRGB."""
     l, m, s = (
         (lab @ np.array(row)) ** 3
-        for row in ([1, 0.3963377774, 0.2158037573], [1, -0.1055613458, -0.0638541728], [1, -0.0894841775, -1.2914855480])
+        for row in (
+            [1, 0.3963377774, 0.2158037573],
+            [1, -0.1055613458, -0.0638541728],
+            [1, -0.0894841775, -1.2914855480],
+        )
     )
     linear = np.stack(
         [
@@ -53,11 +59,14 @@ def _oklab_to_srgb(lab: np.ndarray) -> np.ndarray:
 
 
 def _diverging() -> ListedColormap:
-    """Blue for negative, near white at zero, orange-brown for positive: straight lines in Oklab, so steps look equal on both
-    sides; blue against orange stays apart in every common form of colour blindness."""
+    """Blue for negative, near white at zero, orange-brown for positive: straight lines in Oklab, so steps look equal on
+    both sides; blue against orange stays apart in every common form of colour blindness."""
     low, middle, high = np.array([[0.36, -0.035, -0.135], [0.965, 0.0, 0.0], [0.42, 0.065, 0.075]])
     t = np.linspace(0, 1, 129)[:, None]
-    return ListedColormap(_oklab_to_srgb(np.concatenate([low + (middle - low) * t, (middle + (high - middle) * t)[1:]])), "relpos_diverging")
+    return ListedColormap(
+        _oklab_to_srgb(np.concatenate([low + (middle - low) * t, (middle + (high - middle) * t)[1:]])),
+        "relpos_diverging",
+    )
 
 
 SEQUENTIAL = "viridis"

@@ -1,0 +1,42 @@
+"""The contact sheet: one row per encoding, one small map per head."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from relpos.figures.maps import Maps, panel
+from relpos.figures.style import Figure, style
+
+
+def draw(rows: Sequence[Maps], names: Sequence[str], caption: str = "", title: str = "") -> Figure:
+    """Every map with its own colour range; the figure of each encoding has the numbers."""
+    columns = max(len(maps.heads) for maps in rows)
+    side, gap, left, right, top = 1.0, 0.08, 1.75, 0.15, 0.55 if title else 0.3
+    lines = textwrap.wrap(caption, int((left + columns * (side + gap)) * 13))
+    bottom = 0.2 + 0.17 * len(lines)
+    width = left + columns * side + (columns - 1) * gap + right
+    height = top + len(rows) * side + (len(rows) - 1) * gap + bottom
+    with style():
+        fig = Figure(figsize=(width, height), facecolor="white")
+        for row, (maps, name) in enumerate(zip(rows, names)):
+            y = height - top - side - row * (side + gap)
+            fig.text(
+                (left - 0.12) / width, (y + side / 2) / height, name, ha="right", va="center", size=10, weight="bold"
+            )
+            for index in range(len(maps.heads)):
+                x = left + index * (side + gap)
+                ax = fig.add_axes((x / width, y / height, side / width, side / height))
+                panel(ax, None, maps, index, float(maps.low[index]), float(maps.high[index]))
+                ax.set_xticks([])
+                ax.set_yticks([])
+                for spine in ax.spines.values():
+                    spine.set_color("0.8")
+                if row == 0:
+                    ax.set_title(f"Head {maps.heads[index] + 1}", size=8, pad=3)
+        if title:
+            fig.text(left / width, 1 - 0.18 / height, title, size=12, weight="bold", va="center")
+        fig.text(
+            left / width, (bottom - 0.15) / height, "\n".join(lines), size=8, va="top", color="0.25", linespacing=1.35
+        )
+    return fig

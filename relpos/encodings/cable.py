@@ -49,11 +49,13 @@ class Cable(Encoding):
                 nn.init.normal_(linear.weight, std=0.02)
                 nn.init.zeros_(linear.bias)
 
+    # Contiguous, because compiled code expects the gradient of softplus to be laid out as its input.
+
     def key_state(self, hidden: Tensor, layout: Layout, past: Tensor | None = None) -> Tensor:
-        z = wide(self.step(hidden)).transpose(1, 2)
+        z = wide(self.step(hidden)).transpose(1, 2).contiguous()
         return running_sum(F.softplus(z) if self.form == "softplus" else F.relu(z), layout, past)
 
     def terms(self, ctx: Context) -> list[Term]:
         assert ctx.hidden is not None and ctx.state is not None
-        gate = None if self.gate is None else F.softplus(wide(self.gate(ctx.hidden))).transpose(1, 2)
+        gate = None if self.gate is None else F.softplus(wide(self.gate(ctx.hidden)).transpose(1, 2).contiguous())
         return [Potential(ctx.q_state(), ctx.state, gate, log=self.form == "kernel")]

@@ -11,7 +11,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TRITON := triton==3.6.0
 JOBS ?= 2
 
-.PHONY: help install figures test lint format docs clean
+.PHONY: help install figures test lint docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -36,7 +36,7 @@ figures: $(STAMP)  ## what every head does with position, into figures/ (no GPU,
 	@OMP_NUM_THREADS=$(JOBS) $(BIN)/relpos figure --out figures
 
 test: $(STAMP)  ## all tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -40,6 +40,10 @@ def run(*arguments: str, cwd: Path = ROOT, python: str = sys.executable, **kwarg
 # The wheel.
 
 
+# With several workers, those that share this fixture run in one of them.
+wheel_tests = pytest.mark.xdist_group("wheel")
+
+
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory) -> Path:
     """The Python of an empty environment with our wheel in it. Dependencies are lent by this environment through a .pth
@@ -70,6 +74,7 @@ def installed(tmp_path_factory) -> Path:
     return python
 
 
+@wheel_tests
 def test_wheel_draws_from_an_empty_folder(installed, tmp_path):
     where = subprocess.run(
         [str(installed), "-c", "import relpos, relpos_cli; print(relpos.__file__); print(relpos_cli.__file__)"],
@@ -89,6 +94,7 @@ def test_wheel_draws_from_an_empty_folder(installed, tmp_path):
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
 
 
+@wheel_tests
 def test_wheel_says_what_it_is(installed):
     code = (
         "import importlib.metadata as m; d = m.metadata('relpos');"
@@ -182,11 +188,20 @@ def _timed(*arguments: str) -> float:
     return time.perf_counter() - start
 
 
-def test_encodings_lists_the_whole_registry():
-    done = run("encodings")
-    assert done.returncode == 0, done.stderr
+def command(capsys, *arguments: str) -> tuple[int, str, str]:
+    """The command in this process: status, stdout, stderr."""
+    import relpos_cli
+
+    with pytest.raises(SystemExit) as stop:
+        relpos_cli.main(list(arguments))
+    return stop.value.code, *capsys.readouterr()
+
+
+def test_encodings_lists_the_whole_registry(capsys):
+    status, out, _ = command(capsys, "encodings")
+    assert status == 0
     for name in encodings.names():
-        assert re.search(rf"│ {name} ", done.stdout), name
+        assert re.search(rf"│ {name} ", out), name
 
 
 @pytest.mark.parametrize(
@@ -202,13 +217,19 @@ def test_encodings_lists_the_whole_registry():
         (["--plugin", "nowhere.py", "encodings"], ["nowhere.py"]),
     ],
 )
-def test_mistakes_get_one_message_and_status_2(arguments, words):
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr and done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_mistakes_get_one_message_and_status_2(arguments, words, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    status, out, err = command(capsys, *arguments)
+    assert status == 2 and out == ""
+    assert len(err.strip().splitlines()) == 1 and err.startswith("relpos: ")
     for word in words:
-        assert word in done.stderr
+        assert word in err
+
+
+def test_a_mistake_in_a_real_process():
+    done = run("info", "alibl")
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1 and "'alibi'" in done.stderr
 
 
 def test_interrupt_is_quiet(monkeypatch, capsys):
@@ -234,7 +255,9 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
         relpos_cli.main(["encodings"])
 
 
-def test_plugin_brings_an_encoding(tmp_path):
+def test_plugin_brings_an_encoding(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(encodings, "_registered", dict(encodings._registered))
     (tmp_path / "steps.py").write_text(
         "import torch\n"
         "from relpos.encodings import DistanceEncoding\n\n"
@@ -247,9 +270,9 @@ def test_plugin_brings_an_encoding(tmp_path):
         "    def by_distance(self, d):\n"
         "        return -(d.abs() // self.n).float().expand(self.heads, *d.shape)\n"
     )
-    done = run("--plugin", "steps.py", "info", "steps:n=4", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "-floor(d / n)" in done.stdout and "a whole number; default 8" in done.stdout
+    status, out, err = command(capsys, "--plugin", "steps.py", "info", "steps:n=4")
+    assert status == 0, err
+    assert "-floor(d / n)" in out and "a whole number; default 8" in out
 
 
 # What is told about an encoding.

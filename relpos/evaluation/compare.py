@@ -1,8 +1,9 @@
 """Result files in, the paper's table out: one row per length, one column per model; Markdown, CSV and LaTeX.
 
-Perplexities are compared only where they can be: files that differ in text, counted tokens or protocol get a warning in the
-table itself. In each row the best value is bold, and with it every value that cannot be told apart from it: the 95% interval
-of the paired difference in loss, cluster by cluster, holds zero. A dash is a length that was not measured; why stands below.
+Perplexities are compared only where they can be: files that differ in text, counted tokens or protocol get a warning in
+the table itself. In each row the best value is bold, and with it every value that cannot be told apart from it: the 95%
+interval of the paired difference in loss, cluster by cluster, holds zero. A dash is a length that was not measured; why
+stands below.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def _warnings(comparison: Comparison) -> list[str]:
         same = {v["data"].get("file_sha256") for _, v in values}
         if len(same) == 1 and None not in same:
             found.append(
-                "The models cut the same text into different tokens: perplexities per token cannot be compared between columns."
+                "The models cut the same text into different tokens: perplexities per token cannot be compared between "
+                "columns; bits per byte can."
             )
         else:
             found.append("The columns were scored on different texts: they cannot be compared.")
@@ -211,7 +213,8 @@ def markdown(comparison: Comparison) -> str:
     if comparison.perplexity:
         if len(labels) > 1:
             lines.append(
-                "Bold: the best of a row and all that cannot be told apart from it (95% interval of the paired difference).\n"
+                "Bold: the best of a row and all that cannot be told apart from it (95% interval of the paired "
+                "difference).\n"
             )
         why = reasons(comparison)
         if why:
@@ -257,7 +260,8 @@ def _models(comparison: Comparison) -> list[str]:
         m, d = v["model"], v["data"]
         name = f"{d['source']} ({d['split']})" if d.get("split") else d["source"]
         lines.append(
-            f"| {label} | {m['name']} ({m['class']}) | {m['parameters']:,} | {m['train_length'] or 'not stated'} | {m['dtype']} | {name} | {d['tokens']:,} |"
+            f"| {label} | {m['name']} ({m['class']}) | {m['parameters']:,} | {m['train_length'] or 'not stated'} "
+            f"| {m['dtype']} | {name} | {d['tokens']:,} |"
         )
     return [*lines, ""]
 
@@ -353,7 +357,8 @@ def latex(comparison: Comparison) -> str:
         lines += [
             r"\bottomrule",
             r"\end{tabular}",
-            rf"\caption{{Perplexity by evaluation length, protocol {protocol}. {_tex(entry['statement'])}{_tex(note)}}}",
+            rf"\caption{{Perplexity by evaluation length, protocol {protocol}. "
+            rf"{_tex(entry['statement'])}{_tex(note)}}}",
             r"\end{table}",
         ]
         tables.append("\n".join(lines))

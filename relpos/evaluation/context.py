@@ -3,8 +3,9 @@
 Rule. Take the `last` protocol, where all lengths are scored on the same tokens. Walk through the measured lengths from
 short to long and compare each with the best (lowest loss) of the shorter ones. The difference of the two mean losses
 is paired token by token, and its 95% interval comes from the clusters. A length *helps* if the interval lies below
-zero, *hurts* if it lies above. The effective context is the longest length that helps, looking only at lengths before the
-first one that hurts; if none helps, it is the shortest length measured. Comparisons are not corrected for their number.
+zero, *hurts* if it lies above. The effective context is the longest length that helps, looking only at lengths before
+the first one that hurts; if none helps, it is the shortest length measured. Comparisons are not corrected for their
+number.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import numpy as np
 from relpos.evaluation.statistics import clustered_mean
 
 RULE = (
-    "On the tokens of the `last` protocol, each length is compared with the best shorter one: it helps if the 95% interval of the "
-    "paired difference in mean loss lies below zero, hurts if it lies above. Effective context: the longest length that helps before the "
-    "first that hurts; the shortest length measured if none helps. Not corrected for multiple comparisons."
+    "On the tokens of the `last` protocol, each length is compared with the best shorter one: it helps if the 95% "
+    "interval of the paired difference in mean loss lies below zero, hurts if it lies above. Effective context: the "
+    "longest length that helps before the first that hurts; the shortest length measured if none helps. Not corrected "
+    "for multiple comparisons."
 )
 
 

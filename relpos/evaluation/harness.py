@@ -1,8 +1,8 @@
 """The lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness) on a run folder, with no length cap.
 
-Left alone, the harness takes a model's `n_positions` or `max_position_embeddings`, or 2048 where neither is there, as the
-most tokens it may read, and cuts longer inputs from the left without a word. Here the length is always passed: the end
-of a learned table where the model has one, else more than any task holds. Needs the extra `[eval]`.
+Left alone, the harness takes a model's `n_positions` or `max_position_embeddings`, or 2048 where neither is there, as
+the most tokens it may read, and cuts longer inputs from the left without a word. Here the length is always passed: the
+end of a learned table where the model has one, else more than any task holds. Needs the extra `[eval]`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import math
 import time
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from relpos.errors import UserError, nearest
 from relpos.evaluation import result
@@ -32,7 +30,7 @@ def _library() -> Any:
     return lm_eval
 
 
-def adapter(model: nn.Module, tokenizer: Any, *, max_length: int | None = None, batch_size: int = 1) -> Any:
+def adapter(model: Any, tokenizer: Any, *, max_length: int | None = None, batch_size: int = 1) -> Any:
     """The harness' own wrapper around a loaded model, told its length."""
     lm_eval = _library()
     limit = position_limit(model)
@@ -80,7 +78,8 @@ def harness(
     try:
         found = lm_eval.simple_evaluate(
             wrapped, tasks=list(tasks), task_manager=manager, limit=limit, num_fewshot=num_fewshot, random_seed=seed,
-            numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed, log_samples=False, bootstrap_iters=1000,
+            numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed, log_samples=False,
+            bootstrap_iters=1000,
         )  # fmt: skip
     except (OSError, ConnectionError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

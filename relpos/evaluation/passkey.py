@@ -1,16 +1,16 @@
 """Passkey retrieval for base models: is a number said once, far back, still found?
 
-After Mohtashami and Jaggi, "Landmark Attention" (https://arxiv.org/abs/2305.16300): filler text with one sentence that states
-a five-digit pass key, then a question whose answer is the key. The grid is length x depth (how far into the filler the key
-stands: 0 the beginning, 1 right before the question), a few keys per cell. It is fixed by the seed: every model
-with the same tokenizer reads the very same prompts.
+After Mohtashami and Jaggi, "Landmark Attention" (https://arxiv.org/abs/2305.16300): filler text with one sentence that
+states a five-digit pass key, then a question whose answer is the key. The grid is length x depth (how far into the
+filler the key stands: 0 the beginning, 1 right before the question), a few keys per cell. It is fixed by the seed:
+every model with the same tokenizer reads the very same prompts.
 
 Where we differ, so that it works for base models and for any tokenizer, bytes too:
 - Prompts are put together from token ids, so that prompt and answer are exactly `length` tokens at every depth.
-- The key is spelled digit by digit (" 7 1 4 3 2"; "71432" where the tokenizer has no even spelling with spaces), so that
-  each digit is decided by one token.
-- One forward pass scores a prompt. The right digits are set against all distractors at once: at each digit the nine other
-  digits compete, and by the chain rule the product is the likelihood of the key among all 100,000 numbers.
+- The key is spelled digit by digit (" 7 1 4 3 2"; "71432" where the tokenizer has no even spelling with spaces), so
+  that each digit is decided by one token.
+- One forward pass scores a prompt. The right digits are set against all distractors at once: at each digit the nine
+  other digits compete, and by the chain rule the product is the likelihood of the key among all 100,000 numbers.
   Greedy decoding gives the key exactly if the most likely token of the whole vocabulary is right at every step, so that
   needs no generation either.
 """
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from relpos.errors import UserError
 from relpos.evaluation import result
@@ -42,6 +41,13 @@ QUESTION = "\nWhat is the pass key? The pass key is"
 DIGITS = 5
 MEASURES = ("log_likelihood", "digits_first_of_ten", "greedy_digits", "greedy_key")
 CHANCE = -DIGITS * math.log(10)  # of the log likelihood: every number equally likely
+STATEMENT = (
+    "{keys} prompts per cell of length x depth; a prompt and its answer are exactly `length` tokens. The key of "
+    "{digits} digits is spelled {spelling} per digit and stated twice in one place. log_likelihood: of the key among all numbers "
+    "of that many digits (each digit against the other nine, given the right ones before it). digits_first_of_ten: share "
+    "of digits more likely than the other nine. greedy_digits: share whose tokens are the most likely of the whole "
+    "vocabulary, given the right ones before. greedy_key: share of prompts where greedy decoding gives the whole key."
+)
 
 
 @dataclass(frozen=True)
@@ -124,10 +130,10 @@ def prompts_of_cell(prompts: Prompts, grid: Grid, length: int, depth: float) -> 
 
 
 def score(scorer: Scorer, prompts: Prompts, ids: np.ndarray, keys: list[str]) -> np.ndarray:
-    """Per prompt, [4, prompts] in the order of MEASURES: log likelihood of the key among all numbers, share of digits most
-    likely of ten, digits and key by greedy choice."""
+    """Per prompt, [4, prompts] in the order of MEASURES: log likelihood of the key among all numbers, share of digits
+    most likely of ten, digits and key by greedy choice."""
     n = prompts.answer_length
-    # Row t of the logits predicts the token behind it, so the last row of the prompt and all but the last of the answer.
+    # Row t of the logits predicts the token behind it: the last row of the prompt and all but the last of the answer.
     logits = np.concatenate([scorer.logits(row[None, :-1], len(row) - 1 - n) for row in ids]).astype(np.float64)
     answer = ids[:, -n:]  # [prompts, n]
     greedy = logits.argmax(-1) == answer
@@ -144,7 +150,7 @@ def score(scorer: Scorer, prompts: Prompts, ids: np.ndarray, keys: list[str]) ->
 
 
 def passkey(
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
     grid: Grid | None = None,
     *,
@@ -169,7 +175,8 @@ def passkey(
     largest = max(max(map(max, prompts.digits)), max(prompts.introduction), max(prompts.filler), max(prompts.question))
     if largest >= scorer.vocabulary:
         raise UserError(
-            f"the tokenizer gives id {largest} and the model's vocabulary ends at {scorer.vocabulary - 1}: they do not match"
+            f"the tokenizer gives id {largest} and the model's vocabulary ends at {scorer.vocabulary - 1}: "
+            "they do not match"
         )
     about = about_model(model, name, path) | {
         "impl": impl or ("auto" if hasattr(model, "set_impl") else None),
@@ -239,11 +246,7 @@ def passkey(
         "model": about,
         "settings": settings,
         "protocol": {
-            "statement": f"{grid.keys} prompts per cell of length x depth; a prompt and its answer are exactly `length` tokens. The key of "
-            f"{DIGITS} digits is spelled {prompts.spelling.format(7)!r} per digit and stated twice in one place. log_likelihood: of the key "
-            "among all numbers of that many digits (each digit against the other nine, given the right ones before it). digits_first_of_ten: "
-            "share of digits more likely than the other nine. greedy_digits: share whose tokens are the most likely of the whole "
-            "vocabulary, given the right ones before. greedy_key: share of prompts where greedy decoding gives the whole key.",
+            "statement": STATEMENT.format(keys=grid.keys, digits=DIGITS, spelling=repr(prompts.spelling.format(7))),
             "chance": {"log_likelihood": CHANCE, "digits_first_of_ten": 0.1, "greedy_digits": None, "greedy_key": None},
             "prompt": {
                 "introduction": INTRODUCTION,

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from relpos.errors import UserError
 from relpos.evaluation import protocols, result, statistics
@@ -49,19 +48,27 @@ class Partial:
         self.note = ""
         if folder is None:
             return
-        if world.first:
-            known = None
-            if (folder / "plan.json").is_file():
-                known = (folder / "plan.json").read_text(encoding="utf-8")
-            if known != result.digest(identity):
-                if folder.exists():
-                    self.note = f"{folder} belongs to other settings or another model: starting anew"
-                    shutil.rmtree(folder)
-                folder.mkdir(parents=True)
-                (folder / "plan.json").write_text(result.digest(identity), encoding="utf-8")
-            elif any(folder.glob("*.npy")):
-                self.note = f"going on with what {folder} holds"
-        world.gather(None)  # nobody reads or writes before the folder is in order
+        problem = self._set_up(folder, result.digest(identity)) if world.first else None
+        problem = world.gather(problem)[0]  # nobody reads or writes before the folder is in order
+        if problem:
+            raise UserError(problem)
+
+    def _set_up(self, folder: Path, identity: str) -> str | None:
+        """Empty the folder unless it belongs to this very evaluation. Returns what went wrong."""
+        plan = folder / "plan"
+        try:
+            if plan.is_file() and plan.read_text(encoding="utf-8") == identity:
+                if any(folder.glob("*.npy")):
+                    self.note = f"going on with what {folder} holds"
+                return None
+            if folder.exists():
+                self.note = f"{folder} belongs to other settings or another model: starting anew"
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+            plan.write_text(identity, encoding="utf-8")
+        except OSError as error:
+            return f"cannot write to {folder.parent}: {error.strerror or error}"
+        return None
 
     def path(self, protocol: str, T: int, batch: int) -> Path:
         assert self.folder is not None
@@ -109,43 +116,48 @@ def explain(error: BaseException, T: int) -> Failure:
     return Failure("failed", f"{type(error).__name__}: {first}")
 
 
-def _score(
-    scorer: Scorer,
-    text: Text,
-    windows: Windows,
-    protocol: str,
-    T: int,
-    settings: Settings,
-    partial: Partial,
-    world: World,
-    bar: Progress,
-    cost: float,
-) -> tuple[list[np.ndarray] | None, Failure | None, float]:
+@dataclass
+class _Job:
+    """What all parts of one evaluation share."""
+
+    scorer: Scorer
+    text: Text
+    settings: Settings
+    plan: dict[tuple[str, int], Windows]
+    too_short: dict[int, str]
+    partial: Partial
+    world: World
+    bar: Progress
+    tokenizer: Any
+
+
+def _score(job: _Job, protocol: str, T: int, cost: float) -> tuple[list[np.ndarray] | None, Failure | None, float]:
     """The losses of all batches, in order and in every process, or why not; and the seconds this process computed."""
-    batches = windows.batches(settings.batch_tokens)
+    windows, world, bar = job.plan[protocol, T], job.world, job.bar
+    batches = windows.batches(job.settings.batch_tokens)
     mine: dict[int, np.ndarray] = {}
     failure: Failure | None = None
     seconds = 0.0
     for number in range(world.rank, len(batches), world.size):
         group = batches[number]
         size, first = int(windows.size[group[0]]), int(windows.first[group[0]])
-        losses = partial.get(protocol, T, number, (len(group), size - first))
+        losses = job.partial.get(protocol, T, number, (len(group), size - first))
         found = losses is not None
         if losses is None:
             start = time.perf_counter()
-            ids = np.stack([text.tokens[s : s + size + 1] for s in windows.start[group]]).astype(np.int64)
+            ids = np.stack([job.text.tokens[s : s + size + 1] for s in windows.start[group]]).astype(np.int64)
             inputs = ids[:, :-1]
-            if settings.bos is not None:
+            if job.settings.bos is not None:
                 inputs = inputs.copy()
-                inputs[:, 0] = settings.bos
+                inputs[:, 0] = job.settings.bos
             try:
-                losses = scorer.losses(inputs, ids[:, 1:], first)
+                losses = job.scorer.losses(inputs, ids[:, 1:], first)
             except (UserError, ValueError, IndexError, RuntimeError, MemoryError) as error:
                 failure = explain(error, T)
                 release()
                 break
             seconds += time.perf_counter() - start
-            partial.put(protocol, T, number, losses)
+            job.partial.put(protocol, T, number, losses)
         mine[number] = losses
         bar.step(cost * len(group) * size, f"{protocol} {T}", found)
     everyone = world.gather((mine, failure))
@@ -231,14 +243,14 @@ def _row(
     return row
 
 
-def _cost(model: nn.Module, T: int) -> float:
+def _cost(model: Any, T: int) -> float:
     """Work per token at length T, in arbitrary units: the matrices, and the attention that grows with T."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     layers, width = getattr(config, "num_hidden_layers", 1) or 1, getattr(config, "hidden_size", 1) or 1
     return float(parameter_count(model) + layers * width * T)
 
 
-def about_model(model: nn.Module, name: str, path: str = "") -> dict[str, Any]:
+def about_model(model: Any, name: str, path: str = "") -> dict[str, Any]:
     """What the result file says about the model. Ours state their encoding and training length."""
     config = model.config
     encoding = getattr(config, "encoding", None)
@@ -259,16 +271,17 @@ def _check_vocabulary(text: Text, scorer: Scorer) -> None:
     largest = max(int(text.tokens[i : i + (1 << 24)].max()) for i in range(0, len(text.tokens), 1 << 24))
     if largest >= scorer.vocabulary:
         raise UserError(
-            f"the text holds token id {largest} and the model's vocabulary ends at {scorer.vocabulary - 1}: the text was cut "
-            "into tokens with another tokenizer. Prepare it with the model's own"
+            f"the text holds token id {largest} and the model's vocabulary ends at {scorer.vocabulary - 1}: the text "
+            "was cut into tokens with another tokenizer. Prepare it with the model's own"
         )
 
 
 def evaluate(
-    model: nn.Module,
+    model: Any,
     text: Text,
     settings: Settings | None = None,
     *,
+    tokenizer: Any = None,
     name: str = "model",
     path: str = "",
     out: Path | None = None,
@@ -279,7 +292,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a model on a text. With `out`, a file name, the result is written there and a killed run resumes.
 
-    The model is used as it is: its device, dtype and kernel. Returns the result, the same in every process.
+    The model is used as it is: its device, dtype and kernel. A `tokenizer` adds bits per byte. Returns the result, the
+    same in every process.
     """
     world = world or World()
     settings = (settings or Settings()).resolve(text)
@@ -311,14 +325,14 @@ def evaluate(
     partial = Partial(None if out is None else out.with_name(out.name + ".partial"), identity, world)
 
     plan = {(p, T): protocols.windows(p, T, text, settings) for p in settings.protocols for T in fit}
-    cost = {T: _cost(model, T) for T in fit}
-    share = sum(float(w.size.sum()) * cost[T] for (_, T), w in plan.items()) / world.size
+    share = sum(float(w.size.sum()) * _cost(model, T) for (_, T), w in plan.items()) / world.size
     found: dict[str, Any] = {}
     with progress(share, name, shown and world.first) as bar:
         if partial.note:
             bar.say(partial.note)
+        job = _Job(scorer, text, settings, plan, too_short, partial, world, bar, tokenizer)
         for protocol in settings.protocols:
-            found[protocol] = _protocol(protocol, scorer, text, plan, settings, too_short, partial, world, bar, cost)
+            found[protocol] = _protocol(job, protocol)
     value = {
         "format": result.PERPLEXITY,
         "format_version": result.FORMAT_VERSION,
@@ -347,21 +361,12 @@ def evaluate(
     return value
 
 
-def _protocol(
-    protocol: str,
-    scorer: Scorer,
-    text: Text,
-    plan: dict[tuple[str, int], Windows],
-    settings: Settings,
-    too_short: dict[int, str],
-    partial: Partial,
-    world: World,
-    bar: Progress,
-    cost: dict[int, float],
-) -> dict[str, Any]:
+def _protocol(job: _Job, protocol: str) -> dict[str, Any]:
     """All lengths under one protocol."""
+    text, plan, settings, bar = job.text, job.plan, job.settings, job.bar
     fit = [T for p, T in plan if p == protocol]
     targets = plan[protocol, fit[-1]].targets()
+    size = _bytes(text, targets, job.tokenizer)
     starts, what = statistics.cluster_borders(text.documents, int(targets.min()), int(targets.max()) + 1)
     entry: dict[str, Any] = {
         "statement": protocols.statement(protocol, settings, fit[-1]),
@@ -369,6 +374,7 @@ def _protocol(
             "tokens": len(targets),
             "first": int(targets.min()),
             "last": int(targets.max()),
+            "bytes": size,
             "fingerprint": _places(targets),
         },
         "same_tokens_at_every_length": all(_places(plan[protocol, T].targets()) == _places(targets) for T in fit),
@@ -376,19 +382,21 @@ def _protocol(
         "results": [],
     }
     for T in settings.lengths:
-        if T in too_short:
-            entry["results"].append({"length": T, "status": "too short", "reason": too_short[T]})
-            bar.say(f"{bar.label}: {protocol} {T}: {too_short[T]}")
+        if T in job.too_short:
+            entry["results"].append({"length": T, "status": "too short", "reason": job.too_short[T]})
+            bar.say(f"{bar.label}: {protocol} {T}: {job.too_short[T]}")
             continue
         windows = plan[protocol, T]
-        losses, failure, seconds = _score(scorer, text, windows, protocol, T, settings, partial, world, bar, cost[T])
+        losses, failure, seconds = _score(job, protocol, T, _cost(job.scorer.model, T))
         if failure is not None:
             bar.step(0.0)
-            row = {"length": T, "status": failure.status, "reason": failure.reason}
+            row: dict[str, Any] = {"length": T, "status": failure.status, "reason": failure.reason}
         else:
             assert losses is not None
             row = _row(T, windows, windows.batches(settings.batch_tokens), losses, starts, protocol == "blocks")
             row["seconds"] = round(seconds, 3)
+            if size is not None and row["status"] == "ok":
+                row["bits_per_byte"] = row["loss"] * row["tokens"] / math.log(2) / size
         if row["status"] == "ok":
             entry["clusters"]["tokens"] = row.pop("_cluster_tokens")
             bar.say(f"{bar.label}: {protocol} {T}: perplexity {_shown(row)}")
@@ -396,6 +404,22 @@ def _protocol(
             bar.say(f"{bar.label}: {protocol} {T}: {row['reason']}")
         entry["results"].append(row)
     return entry
+
+
+BYTES_UP_TO = 1 << 23  # tokens: decoding more takes longer than it is worth
+
+
+def _bytes(text: Text, targets: np.ndarray, tokenizer: Any) -> int | None:
+    """UTF-8 bytes that the counted tokens stand for: what makes models with different tokenizers comparable. Special
+    tokens stand for none; a character cut by the end of a stretch counts as its replacement."""
+    if tokenizer is None or len(targets) > BYTES_UP_TO:
+        return None
+    runs = np.split(targets, np.flatnonzero(np.diff(targets) != 1) + 1)
+    try:
+        texts = (tokenizer.decode(text.tokens[run].tolist(), skip_special_tokens=True) for run in runs)
+        return sum(len(part.encode("utf-8", "replace")) for part in texts) or None
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError):
+        return None  # ids the tokenizer does not know, in a padded vocabulary
 
 
 def _places(targets: np.ndarray) -> str:
@@ -488,6 +512,7 @@ def evaluate_folders(
                 model,
                 text,
                 own,
+                tokenizer=tokenizer,
                 name=name,
                 path=Path(path).name,
                 out=file,
@@ -505,7 +530,7 @@ def evaluate_folders(
     return outcomes
 
 
-def _bos(path: str, tokenizer: Any, model: nn.Module) -> int:
+def _bos(path: str, tokenizer: Any, model: Any) -> int:
     """The id that begins a text."""
     for holder in (tokenizer, getattr(model, "generation_config", None), model.config):
         value = getattr(holder, "bos_token_id", None)

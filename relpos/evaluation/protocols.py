@@ -160,21 +160,26 @@ def statement(protocol: str, settings: Settings, longest: int) -> str:
     """The protocol in one paragraph, for the result file."""
     stream = settings.documents == "stream"
     where = (
-        "The documents are joined, each with its end-of-text token where the data has one; windows cross document borders."
+        "The documents are joined, each with its end-of-text token where the data has one; windows cross document "
+        "borders."
         if stream
         else f"No window crosses a document border; documents under {settings.min_document} tokens are left out."
     )
     how = {
-        "blocks": "Consecutive windows of T tokens without overlap; every token they predict counts, with 1 to T tokens before it. "
+        "blocks": "Consecutive windows of T tokens without overlap; every token they predict counts, with 1 to T "
+        "tokens before it. "
         + (
-            f"Only as much text is used as fills whole windows of {longest} tokens; where T does not divide that, the last window is shorter."
+            f"Only as much text is used as fills whole windows of {longest} tokens; where T does not divide that, the "
+            "last window is shorter."
             if stream
             else "The last window of a document, and the only one of a document shorter than T, is shorter."
         ),
-        "sliding": f"Windows of T tokens that move by {settings.stride}; only tokens not counted before count, so all but the first "
-        f"T of a {'text' if stream else 'document'} have at least T - {settings.stride} tokens before them.",
-        "last": f"Windows of every length end at the same tokens, one every {settings.every} tokens; only the last {settings.last} tokens "
-        f"of each count. {'' if stream else f'Documents shorter than {longest + 1} tokens give no window. '}".rstrip(),
+        "sliding": f"Windows of T tokens that move by {settings.stride}; only tokens not counted before count, so all "
+        f"but the first T of a {'text' if stream else 'document'} have at least T - {settings.stride} tokens before "
+        "them.",
+        "last": f"Windows of every length end at the same tokens, one every {settings.every} tokens; only the last "
+        f"{settings.last} tokens of each count."
+        + ("" if stream else f" Documents shorter than {longest + 1} tokens give no window."),
     }[protocol]
     bos = f" The first token of every window is replaced by id {settings.bos}." if settings.bos is not None else ""
     return f"{how} {where} The same tokens count at every length. Means are weighted by tokens.{bos}"

@@ -1,6 +1,7 @@
 """The result file: one JSON per model that states how its numbers came about, written whole or not at all.
 
-`docs/evaluation.md` describes the fields. `FORMAT_VERSION` changes when a reader of the old format would misread the new.
+`docs/evaluation.md` describes the fields. `FORMAT_VERSION` changes when a reader of the old format would misread the
+new one.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def load_model(path: str | Path, *, device: torch.device, dtype: torch.dtype, impl: str | None = None) -> nn.Module:
+def load_model(path: str | Path, *, device: torch.device, dtype: torch.dtype, impl: str | None = None) -> Any:
     """A causal model from a folder of `save_pretrained` or a run of `relpos train` (or the name of one on the Hub).
     Code inside the folder is never run."""
     import transformers
@@ -73,7 +73,7 @@ def load_model(path: str | Path, *, device: torch.device, dtype: torch.dtype, im
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         raise UserError(f"there is no folder {str(path)!r} with a model in it")
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, trust_remote_code=False)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, trust_remote_code=False)
     except UserError:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError and more here
@@ -83,7 +83,7 @@ def load_model(path: str | Path, *, device: torch.device, dtype: torch.dtype, im
     return model.to(device).eval()
 
 
-def set_impl(model: nn.Module, impl: str | None) -> None:
+def set_impl(model: Any, impl: str | None) -> None:
     if impl is None:
         return
     if not hasattr(model, "set_impl"):
@@ -103,7 +103,7 @@ def load_tokenizer(path: str | Path) -> Any:
         return None
 
 
-def position_limit(model: nn.Module) -> int | None:
+def position_limit(model: Any) -> int | None:
     """How many tokens a table of learned absolute positions holds; None where no such table is.
 
     Found by looking: an embedding that is not the token embedding, with one row per position of the config. Asking it
@@ -125,11 +125,11 @@ def position_limit(model: nn.Module) -> int | None:
     return None
 
 
-def parameter_count(model: nn.Module) -> int:
+def parameter_count(model: Any) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def weights_fingerprint(model: nn.Module) -> str:
+def weights_fingerprint(model: Any) -> str:
     """SHA-256 over the names, shapes and bytes of all weights as loaded (so it depends on the dtype)."""
     sha = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
@@ -156,12 +156,12 @@ def _finishers(config: Any) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
 class Scorer:
     """`losses(ids, first)`: the loss of every token from `first` on. Built once per model; runs the two probes."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         self.model = model
         self.device = next(model.parameters()).device
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.limit = position_limit(model)
-        self.body = getattr(model, "base_model", None)
+        self.body: Any = getattr(model, "base_model", None)
         self.head = model.get_output_embeddings()
         self.finish: Callable[[Tensor], Tensor] = lambda x: x
         self.how = "whole logits"

@@ -58,6 +58,7 @@ class Progress:
         self.fresh = 0.0  # work done now rather than found done: the speed is that of now
         self.start = self.told = time.monotonic()
         self.bar: Any = None
+        self.task: Any = None
 
     def step(self, cost: float, what: str = "", found: bool = False) -> None:
         self.done += cost

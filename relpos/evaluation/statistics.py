@@ -1,11 +1,11 @@
 """How sure a mean loss is: 95% intervals that know that neighbouring tokens are not independent.
 
-Tokens of one document share topic, style and difficulty, so an interval that counts them as independent draws is far too
-narrow. The unit here is a cluster: a document, or a stretch of the text where no documents are known. With loss sum
+Tokens of one document share topic, style and difficulty, so an interval that counts them as independent draws is far
+too narrow. The unit here is a cluster: a document, or a stretch of the text where no documents are known. With loss sum
 `s_c` and token count `n_c` per cluster, the token-weighted mean is `m = sum s_c / sum n_c`, and by linearisation of the
 ratio (Cochran, Sampling Techniques, 3rd ed., 1977, section 6.3) its variance is
-`C/(C-1) * sum (s_c - m n_c)^2 / (sum n_c)^2`. The interval is `m +- t * se` with Student's t for C-1 degrees of freedom;
-perplexity takes the exponential of both ends. No random numbers are drawn, so the same losses give the same interval.
+`C/(C-1) * sum (s_c - m n_c)^2 / (sum n_c)^2`. The interval is `m +- t * se` with Student's t for C-1 degrees of
+freedom; perplexity takes the exponential of both ends. No random numbers are drawn: the same losses, the same interval.
 
 Differences of two lengths or two models on the same tokens are paired: `s_c` is then the difference of the sums, and
 what the two have in common cancels.

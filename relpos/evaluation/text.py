@@ -187,6 +187,6 @@ def _same_tokenizer(path: Path, known: str | None, folder: Path | None) -> None:
         return  # a model without a tokenizer: its vocabulary size is checked against the ids
     if own != known:
         raise UserError(
-            f"the text in {path} was cut into tokens with another tokenizer than the one in {folder}: prepare it again with "
-            f"--tokenizer {folder}"
+            f"the text in {path} was cut into tokens with another tokenizer than the one in {folder}: prepare it again "
+            f"with --tokenizer {folder}"
         )

@@ -61,7 +61,7 @@ class RelPosEncoder(RelPosBERT):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_types = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.encodings = Encodings(config)
+        self.encodings = Encodings(config, causal=False)
         self.embed_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(EncoderBlock(config, layer) for layer in range(config.num_hidden_layers))

@@ -51,7 +51,7 @@ class RelPosModel(RelPosGPT):
         config.settle()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.encodings = Encodings(config)
+        self.encodings = Encodings(config, causal=True)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(GPTBlock(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.bias)

@@ -7,8 +7,10 @@ module; what depends on the layer's input is computed in the layer.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,13 +140,15 @@ class Encodings(nn.ModuleList):
     it acts on the model's input, of which there is only one.
     """
 
-    def __init__(self, config: RelPosConfig):
+    def __init__(self, config: RelPosConfig, causal: bool):
         super().__init__()
         self.of_layer: list[int] = []
+        one_token = Layout(Tq=1, Tk=1, device=torch.device("cpu"), causal=causal)
         shared: dict[str, int] = {}
         for spec in config.layer_encodings():
             if spec not in shared:
                 encoding = config.build(spec)
+                encoding.checks(one_token, torch.float32)  # better now than at the first batch
                 at_input = type(encoding).embed is not Encoding.embed
                 number = len(self)
                 self.append(encoding)
@@ -293,11 +297,21 @@ class RelPosPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """transformers' `from_pretrained`; what is wrong with a checkpoint is one clear message. Only safetensors are
-        read. A weight that the checkpoint lacks is an error unless it belongs to an encoding you swapped with `encoding=`."""
+        read. With another `encoding=` than the checkpoint's, the encodings are drawn anew (`model.new_weights`) and the
+        saved ones left behind (`model.unused_weights`); any other weight that the checkpoint lacks is an error."""
         kwargs.setdefault("use_safetensors", True)
         saved = _check_folder(cls, path, kwargs.get("subfolder") or "").get("encoding")
-        config = kwargs.get("config")  # the Auto classes have already put `encoding` into it
-        swapped = kwargs.get("encoding", getattr(config, "encoding", saved)) != saved
+        wanted = kwargs.pop("encoding", None)
+        config = kwargs.get("config")
+        if wanted is None and isinstance(config, RelPosConfig):
+            wanted = config.encoding  # the Auto classes have already put it there
+        if saved is not None and wanted not in (None, saved):
+            if isinstance(config, RelPosConfig):
+                kwargs["config"] = copy.deepcopy(config)
+                kwargs["config"].encoding = saved
+            model = cls.from_pretrained(path, *args, **kwargs).with_encoding(wanted)
+            info = {"missing_keys": set(model.new_weights), "unexpected_keys": set(model.unused_weights)}
+            return (model, {**info, "mismatched_keys": set(), "error_msgs": []}) if output_loading_info else model
         try:
             model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         except UserError:
@@ -307,18 +321,30 @@ class RelPosPreTrainedModel(PreTrainedModel):
                 f"a weight file in {str(path)!r} is corrupt ({error}): it was cut off or overwritten. Copy or save it again"
             ) from None
         except (OSError, RuntimeError, KeyError, json.JSONDecodeError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"the checkpoint {str(path)!r} cannot be loaded: {first}") from error
-        missing = sorted(info["missing_keys"])
-        lost = [name for name in missing if not (swapped and "encodings." in name)]
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            if "ignore_mismatched_sizes" in reason:
+                reason = "its weights have other shapes than its config.json says (listed above)"
+            raise UserError(f"the checkpoint {str(path)!r} cannot be loaded: {reason}") from error
+        lost = sorted(info["missing_keys"])
         if lost:
             raise UserError(
-                f"the checkpoint {str(path)!r} lacks {len(lost)} weights of this model, such as {lost[0]!r}: is it of "
-                "another family or a part of one?"
+                f"the checkpoint {str(path)!r} lacks {len(lost)} weights that its config.json asks for, such as "
+                f"{lost[0]!r}: it is incomplete, or its config.json was edited"
             )
-        model.new_weights = missing
         model.unused_weights = sorted(info["unexpected_keys"])
         return (model, info) if output_loading_info else model
+
+    def with_encoding(self, encoding: str | list[str]) -> Any:
+        """A copy of this model with other encodings, freshly drawn: everything else is kept. `new_weights` names what is
+        new and `unused_weights` what was left behind."""
+        config = copy.deepcopy(self.config)
+        config.encoding = encoding
+        model = type(self)(config).to(device=self.device, dtype=self.dtype).train(self.training)
+        kept = {name: value for name, value in self.state_dict().items() if not re.match(r"(model\.)?encodings\.", name)}
+        model.new_weights = sorted(model.load_state_dict(kept, strict=False).missing_keys)
+        model.unused_weights = sorted(set(self.state_dict()) - set(kept))
+        model.generation_config = copy.deepcopy(self.generation_config)
+        return model
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
         if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):

@@ -43,10 +43,11 @@ MEASURES = ("log_likelihood", "digits_first_of_ten", "greedy_digits", "greedy_ke
 CHANCE = -DIGITS * math.log(10)  # of the log likelihood: every number equally likely
 STATEMENT = (
     "{keys} prompts per cell of length x depth; a prompt and its answer are exactly `length` tokens. The key of "
-    "{digits} digits is spelled {spelling} per digit and stated twice in one place. log_likelihood: of the key among all numbers "
-    "of that many digits (each digit against the other nine, given the right ones before it). digits_first_of_ten: share "
-    "of digits more likely than the other nine. greedy_digits: share whose tokens are the most likely of the whole "
-    "vocabulary, given the right ones before. greedy_key: share of prompts where greedy decoding gives the whole key."
+    "{digits} digits is spelled {spelling} per digit and stated twice in one place. log_likelihood: of the key among "
+    "all numbers of that many digits (each digit against the other nine, given the right ones before it). "
+    "digits_first_of_ten: share of digits more likely than the other nine. greedy_digits: share whose tokens are the "
+    "most likely of the whole vocabulary, given the right ones before. greedy_key: share of prompts where greedy "
+    "decoding gives the whole key."
 )
 
 

@@ -98,7 +98,9 @@ def load_tokenizer(path: str | Path) -> Any:
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        # A folder with a model and no tokenizer files can give an empty tokenizer of the model's kind.
+        return tokenizer if tokenizer("The pass key is 7.")["input_ids"] and len(tokenizer) >= 32 else None
     except Exception:  # no tokenizer files: a dozen different exceptions, one meaning
         return None
 
@@ -182,7 +184,8 @@ class Scorer:
             raise UserError(f"{type(self.model).__name__} fails on {length} tokens: {error}") from error
         scale = logits.abs().max().clamp(min=1e-6)
         coarse = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 5e-2
-        if length > 1 and bool((logits[:, :-1] - changed[:, :-1]).abs().max() > coarse * scale):
+        # Rows before the changed token see the same numbers in the same shapes: they hardly differ, if at all.
+        if length > 1 and bool((logits[:, :-1] - changed[:, :-1]).abs().max() > 1e-2 * coarse * scale):
             raise UserError(
                 f"{type(self.model).__name__} is not causal: changing a token changes the logits before it. "
                 "Perplexity is defined for left-to-right models"

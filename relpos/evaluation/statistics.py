@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class Mean:
     high: float | None
 
 
+@cache
 def student_t(degrees: int, level: float = 0.95) -> float:
     """The two-sided quantile of Student's t: the t with P(|X| < t) = level, to about 1e-6."""
     # With x = tan(a) sqrt(degrees) the density becomes cos(a)^(degrees - 1): a bounded integral for any number of them.

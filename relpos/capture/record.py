@@ -1,6 +1,6 @@
 """A capture: what a picture of a model's positions needs, and nothing more.
 
-A capture holds, for the layers it was asked for, the positional *terms* (what is added to the scores, as data), the
+It holds, for the layers it was asked for, the positional *terms* (what is added to the scores, as data), the
 rotated q and k where they matter, and the trained positional parameters of every layer. From it come three maps, each
 `[H, T, T]` and each a few rows at a time, so that 16k tokens fit:
 
@@ -70,6 +70,11 @@ class Capture:
 
     # Layers.
 
+    def heads_of(self, layer: int) -> int:
+        """Query heads of a layer; the same in all of them but for models that mix two kinds of layer."""
+        held = self.layers.get(self.index(layer))
+        return self.heads if held is None or held.q is None else held.q.shape[0]
+
     def index(self, layer: int) -> int:
         """Layer number from 0, for a number that may count from the end."""
         if not -self.num_layers <= layer < self.num_layers:
@@ -137,14 +142,14 @@ class Capture:
             raise UserError(
                 f"{self.title} adds nothing to the scores: draw kind 'scores' or 'weights' instead of 'bias'"
             )
-        needs_content = kind != "bias" or self._rescores(layer)
+        needs_content = kind != "bias" or self.rescores(layer)
         if needs_content and (held.q is None or held.k is None):
             raise UserError(
-                f"this capture of {self.title} holds no q and k for layer {layer}, which {kind} need: "
-                "capture the model again with --kind scores, or give the model itself"
+                f"this capture of {self.title} holds no q and k for layer {layer}, which {kind} need: capture the "
+                "model again with --content, or draw from the model itself"
             )
 
-    def _rescores(self, layer: int) -> bool:
+    def rescores(self, layer: int) -> bool:
         return bool(self.specs) and encodings.get(encodings.parse(self.specs[self.modules[layer]])[0]).rescores
 
     def rows(
@@ -158,16 +163,17 @@ class Capture:
         """Blocks of rows of a map: (first row, float32 [heads, rows, length])."""
         layer = self.index(layer)
         n = self.length if length is None else length
-        heads = list(range(self.heads)) if heads is None else heads
         self.check(kind, layer, n)
         held = self._layer(layer, n)
+        own = self.heads_of(layer)
+        heads = list(range(own)) if heads is None else heads
         layout = Layout(Tq=n, Tk=n, device=torch.device("cpu"), causal=held.causal, window=held.window)
-        encoding = self.encoding(layer) if self._rescores(layer) else None
-        wanted = list(range(self.heads)) if encoding is not None else heads  # a rescoring encoding mixes the heads
+        encoding = self.encoding(layer) if self.rescores(layer) else None
+        wanted = list(range(own)) if encoding is not None else heads  # a rescoring encoding mixes the heads
         kept = [restrict(term, wanted, n) for term in held.terms]
         q = k = None
         if held.q is not None and held.k is not None and (kind != "bias" or encoding is not None):
-            group = self.heads // held.k.shape[0]
+            group = own // held.k.shape[0]
             q = held.q[wanted, :n].float()
             k = held.k[[h // group for h in wanted], :n].float()
         block = step or max(1, CELLS // (len(wanted) * n))
@@ -275,6 +281,13 @@ class Capture:
         return path
 
 
+def title_of(encoding: Encoding) -> str:
+    """How a picture names an encoding: `KERPLE`, or `DAPE + KERPLE` for one built around another."""
+    base = getattr(encoding, "base", None)
+    own = encoding.title or encoding.name
+    return f"{own} + {title_of(base)}" if isinstance(base, Encoding) else own
+
+
 def restrict(term: Term, heads: list[int], length: int) -> Term:
     """A term for some of its heads and the first `length` tokens."""
     if isinstance(term, terms.Slope):
@@ -336,67 +349,3 @@ def load(path: str | Path) -> Capture:
         return Capture(layers=layers, parameters=parameters, tokens=tensors.get("tokens"), **header)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{str(path)!r} is a damaged capture: {type(error).__name__}: {error}") from None
-
-
-# An encoding by itself.
-
-
-def from_spec(
-    spec: str, *, length: int = 512, heads: int = 12, head_dim: int = 64, seed: int = 0, causal: bool = True
-) -> Capture:
-    """An encoding at its initial parameters, without a model.
-
-    What it reads of a text is made up, and the caption says so: standard normal hidden states (what a layer norm gives)
-    and standard normal q and k. A rotation is shown on q = k = 1, an embedding on q = k = its own vectors, so that the
-    scores show position alone.
-    """
-    if not 1 <= length <= MAX_LENGTH:
-        raise UserError(f"length must be between 1 and {MAX_LENGTH}, not {length}")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        encoding = encodings.build(spec, heads=heads, head_dim=head_dim)
-        layout = Layout(Tq=length, Tk=length, device=torch.device("cpu"), causal=causal)
-        hidden = torch.randn(1, length, encoding.hidden_size) if encoding.content else None
-        note = ["encoding at its initial parameters"]
-        if hidden is not None:
-            note.append("standard normal hidden states")
-        rotation, built = prepare(encoding, layout, hidden)
-        q = k = None
-        if encoding.rescores:
-            q, k = torch.randn(2, 1, heads, length, head_dim)
-            note.append("standard normal q and k")
-        elif not encoding.additive:
-            vectors = encoding.embed(torch.arange(length))
-            if vectors is not None:
-                q = k = vectors.float().view(1, length, heads, head_dim).transpose(1, 2)
-                note.append("q and k are the position's own vector")
-            elif rotation is not None:
-                q = k = torch.ones(1, heads, length, head_dim)
-                note.append("q and k are all ones")
-            else:
-                raise UserError(
-                    f"{encoding.name} adds nothing and turns nothing: there is nothing to draw without a model"
-                )
-        if q is not None and k is not None:
-            q, k = reference.apply_rotation(q, k, rotation)
-            q, k = q[0], k[0]
-    name = encodings.slug(spec)
-    return Capture(
-        name=name,
-        title=encoding.title or encoding.name,
-        heads=heads,
-        length=length,
-        num_layers=1,
-        layers={0: Layer(built, q, k, head_dim**-0.5, causal=causal)},
-        specs=[_by_name(spec)],
-        modules=[0],
-        parameters={f"0.{key}": value.detach().clone() for key, value in encoding.state_dict().items()},
-        geometry={"heads": heads, "head_dim": head_dim, "hidden_size": encoding.hidden_size},
-        provenance={"encoding": spec, "note": ", ".join(note), "seed": seed},
-    )
-
-
-def _by_name(spec: str) -> str:
-    """A spec that names a file, as the name the file was registered under: a capture never imports a path."""
-    name, _ = encodings.parse(spec)
-    return Path(name).stem + spec[len(name) :] if name.endswith(".py") else spec

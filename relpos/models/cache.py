@@ -2,8 +2,8 @@
 
 transformers' `Cache` holds one layer object per model layer and calls reorder, repeat, select, crop and reset on each.
 Ours carries the per-key state that `Encoding.key_state` returned (float32 whatever the model's dtype: a running sum in
-bfloat16 stalls) through all of them. The first layer also keeps what belongs to the whole sequence: explicit positions,
-and the length of the call that began the cache, from which some rope scalings choose their frequencies once and for all.
+bfloat16 stalls) through all of them. The first layer also keeps what belongs to the whole sequence: explicit
+positions, and the length of the call that began the cache, from which some rope scalings choose their frequencies.
 
 `generate` and users make a plain `DynamicCache`; `adopt` puts our layers into it.
 """
@@ -62,7 +62,7 @@ class RelPosCacheLayer(DynamicLayer):
         self._per_batch(lambda x: x[..., :length])
 
     def reset(self) -> None:
-        """Forget everything. (The stock layer keeps its length and zeroes the keys, which would then be attended to.)"""
+        """Forget everything. (The stock layer zeroes its keys and keeps its length: they would be attended to.)"""
         self.keys = self.values = self.state = self.positions = self.first_length = None
         self.is_initialized = False
 
@@ -79,7 +79,7 @@ class RelPosCacheLayer(DynamicLayer):
 def adopt(cache: Cache, layers: int) -> Cache:
     """Put our layers into an empty dynamic cache, in place. Any other kind of cache is an error."""
     if not isinstance(cache, Cache):
-        raise UserError(f"past_key_values must be a transformers Cache such as DynamicCache(), not {type(cache).__name__}")
+        raise UserError(f"past_key_values must be a Cache such as transformers.DynamicCache(), not {type(cache)}")
     for index in range(layers):
         if index >= len(cache.layers):
             if not isinstance(cache, DynamicCache):

@@ -1,8 +1,8 @@
 """The configuration of both families, and their sizes.
 
-The positional encoding is one string (or one per layer), `"rope:scaling=yarn,factor=8"`; its options live in the encoding.
-`train_length` records what a model was trained at and caps nothing; `max_position_embeddings`, which other tools take as
-a cap, exists only where an encoding holds a table that really ends.
+The positional encoding is one string (or one per layer), `"rope:scaling=yarn,factor=8"`; the encoding knows its
+options. `train_length` records what a model was trained at and caps nothing; `max_position_embeddings`, which other
+tools take as a cap, exists only where an encoding holds a table that really ends.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ SIZES = {
 class RelPosConfig(PreTrainedConfig):
     """A GPT-2-like decoder (`RelPosForCausalLM`). The defaults are GPT-2 Small.
 
-    `impl` says how attention is computed (`auto`, `reference`, `blockwise`, `fused`) and is not saved: it belongs to the
-    machine, not to the weights. `skip_logits` says whether a call with labels leaves the logits out and computes the
-    loss without ever holding them; None means: in training only.
+    `impl` says how attention is computed (`auto`, `reference`, `blockwise`, `fused`) and is not saved: it belongs to
+    the machine, not to the weights. `skip_logits` says whether a call with labels leaves the logits out and computes
+    the loss without ever holding them; None means: in training only.
     """
 
     model_type = "relpos"
@@ -122,15 +122,16 @@ class RelPosConfig(PreTrainedConfig):
         """Set `max_position_embeddings` where an encoding has a table, and only there."""
         with torch.device("meta"):  # to ask, not to keep
             encodings = [self.build(spec) for spec in dict.fromkeys(self.layer_encodings())]
-        lengths = [e.max_positions for e in encodings if getattr(e, "max_positions", None) is not None]
+        tables: list[int | None] = [getattr(encoding, "max_positions", None) for encoding in encodings]
+        lengths = [length for length in tables if length is not None]
         self.__dict__.pop("max_position_embeddings", None)
         if lengths:
             self.max_position_embeddings = min(lengths)
         if given is not None and given != (min(lengths) if lengths else None):
             has = f"its table has {min(lengths)} rows" if lengths else "it has no table, so no length ends it"
             raise UserError(
-                f"max_position_embeddings={given} does not fit encoding={self.encoding!r}: {has}. The length of a table is "
-                "an option of its encoding; train_length records a length without capping anything"
+                f"max_position_embeddings={given} does not fit encoding={self.encoding!r}: {has}. A table's length "
+                "is an option of its encoding; train_length records a length without capping anything"
             )
 
     @property
@@ -173,8 +174,8 @@ class RelPosConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, size: str, encoding: str | list[str] = "alibi", **overrides: Any) -> RelPosConfig:
-        """A config of size `nano`, `tiny`, `small`, `medium` or `large`. Here, in a call of your own, an encoding may be a
-        file (`"./mine.py:opt=1"`): it is imported, and the config holds its name."""
+        """A config of size `nano`, `tiny`, `small`, `medium` or `large`. Here, in a call of your own, an encoding may
+        be a file (`"./mine.py:opt=1"`): it is imported, and the config holds its name."""
         if size not in SIZES:
             raise UserError(f"there is no size {size!r}.{nearest(str(size), SIZES)}")
         specs = [encoding] if isinstance(encoding, str) else list(encoding)

@@ -45,8 +45,8 @@ class Copy:
         parameter = self.model.get_parameter(name)
         if parameter.shape != value.shape:
             raise UserError(
-                f"{froms[0]} is {list(value.shape)} and {name} is {list(parameter.shape)}: this size cannot be overridden "
-                "when weights are taken over"
+                f"{froms[0]} is {list(value.shape)} and {name} is {list(parameter.shape)}: this size cannot be "
+                "overridden when weights are taken over"
             )
         parameter.copy_(value)
         self.filled.add(name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,7 +23,6 @@ from relpos.models.layers import (
     Encodings,
     Plan,
     RelPosPreTrainedModel,
-    Trace,
     activation,
     layout_of,
 )

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from relpos.errors import UserError
 from relpos.models.config import RelPosConfig
 from relpos.models.convert import Copy, source_model
-from relpos.models.layers import MLP, Attention, Encodings, Plan, RelPosPreTrainedModel, Trace, layout_of
+from relpos.models.layers import MLP, Attention, Encodings, Plan, RelPosPreTrainedModel, layout_of
 from relpos.models.loss import chunked_loss, plain_loss, shifted, token_losses
 
 
@@ -71,16 +71,16 @@ class RelPosModel(RelPosGPT):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutputWithPast | tuple:
-        """`attention_mask` [B, past + T] marks real tokens and positions count them; `position_ids` [B, T] override that;
-        `cu_seqlens` are the borders of documents packed into one row."""
+        """`attention_mask` [B, past + T] marks real tokens, and positions count them; `position_ids` [B, T] override
+        that; `cu_seqlens` are the borders of documents packed into one row."""
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("pass input_ids or inputs_embeds, one of them")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
-            use_cache = past_key_values is not None or (self.config.use_cache and cu_seqlens is None)
-            use_cache = use_cache and not self.training
+            wanted = self.config.use_cache and not self.training and cu_seqlens is None
+            use_cache = wanted or past_key_values is not None
         if use_cache and self.gradient_checkpointing and self.training:
-            raise UserError("gradient checkpointing recomputes a layer, which would fill the cache twice: use_cache=False")
+            raise UserError("gradient checkpointing runs a layer twice and would fill the cache twice: use_cache=False")
         cache = self._cache((DynamicCache() if past_key_values is None else past_key_values) if use_cache else None)
         if past_key_values is not None and not use_cache:
             raise UserError("past_key_values are given but use_cache is False")
@@ -129,14 +129,13 @@ class RelPosForCausalLM(RelPosGPT, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         skip_logits: bool | None = None,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple:
-        """Logits [B, T, V], and the loss with `labels` [B, T] (shifted here; -100 does not count; nor does the step from
-        one packed document to the next) or `shift_labels` (already shifted).
+        """Logits [B, T, V], and the loss with `labels` [B, T] (shifted here; -100 does not count, nor does the step
+        from one packed document to the next).
 
         The loss is float32, the mean over the tokens that count, or their sum divided by `num_items_in_batch`. With
         labels, `skip_logits=True` leaves the logits out (`logits=None`) and never holds them; False returns them; None,
@@ -155,26 +154,25 @@ class RelPosForCausalLM(RelPosGPT, GenerationMixin):
             return_dict=True,
         )
         hidden = outputs.last_hidden_state
-        targets = shift_labels
-        if labels is not None and targets is None:
+        targets = None
+        if labels is not None:
             if tuple(labels.shape) != tuple(hidden.shape[:2]):
                 raise UserError(f"labels must be [batch, tokens] = {list(hidden.shape[:2])}, not {list(labels.shape)}")
             documents = None
             if cu_seqlens is not None:
                 documents = layout_of(hidden, causal=True, cu_seqlens=cu_seqlens).documents()
             targets = shifted(labels, documents)
-        skip = targets is not None and self._skips_logits(skip_logits)
-        # A head that is no plain Linear (an adapter, a quantised one) computes more than its weight says.
-        chunked = targets is not None and type(self.lm_head) is nn.Linear and (skip or not _keeps_all(logits_to_keep))
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         loss = logits = None
-        if chunked:
+        # A head that is no plain Linear (an adapter, a quantised one) computes more than its weight says.
+        if targets is not None and self._skips_logits(skip_logits) and type(self.lm_head) is nn.Linear:
             loss = chunked_loss(hidden, self.lm_head.weight, self.lm_head.bias, targets, num_items_in_batch)
-        if not skip or not chunked:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden if targets is not None and not chunked else hidden[:, kept])
-            if targets is not None and not chunked:
-                loss = plain_loss(logits, targets, num_items_in_batch)
-                logits = None if skip else logits[:, kept]
+        elif targets is not None:
+            logits = self.lm_head(hidden)
+            loss = plain_loss(logits, targets, num_items_in_batch)
+            logits = logits[:, kept]
+        else:
+            logits = self.lm_head(hidden[:, kept])
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -261,10 +259,6 @@ class RelPosForCausalLM(RelPosGPT, GenerationMixin):
         copy("model.norm.bias", "transformer.ln_f.bias")
         copy("lm_head.weight", "lm_head.weight")
         return copy.done()
-
-
-def _keeps_all(logits_to_keep: int | Tensor) -> bool:
-    return isinstance(logits_to_keep, int) and logits_to_keep == 0
 
 
 __all__ = ["RelPosForCausalLM", "RelPosModel"]

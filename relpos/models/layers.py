@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +158,13 @@ class Encodings(nn.ModuleList):
                 shared[spec] = number
             self.of_layer.append(shared[spec])
 
+    def _each(self) -> list[Encoding]:
+        return [encoding for encoding in self if isinstance(encoding, Encoding)]
+
     def embed(self, tokens: Tensor, layout: Layout) -> Tensor:
         """Token embeddings [B, T, hidden_size] plus every encoding's vector."""
         positions = layout.q_positions()
-        for encoding in self:
+        for encoding in self._each():
             vector = encoding.embed(positions)
             if vector is not None:
                 tokens = tokens + vector.to(tokens.dtype)
@@ -171,7 +174,7 @@ class Encodings(nn.ModuleList):
         """A plan for each layer. `dtype` is that of q and k."""
         wide = torch.promote_types(dtype, torch.float32)
         plans = []
-        for encoding in self:
+        for encoding in self._each():
             encoding.checks(layout, dtype)
             if encoding.content:
                 plans.append(Plan(encoding, layout, wide))
@@ -237,7 +240,7 @@ class Trace:
     """The layers' outputs that a caller asked to see."""
 
     hidden_states: list[Tensor] | None
-    attentions: list[Tensor] | None = field(default=None)
+    attentions: list[Tensor] | None
 
     @classmethod
     def of(cls, hidden_states: bool, attentions: bool) -> Trace:
@@ -318,7 +321,8 @@ class RelPosPreTrainedModel(PreTrainedModel):
             raise
         except SafetensorError as error:
             raise UserError(
-                f"a weight file in {str(path)!r} is corrupt ({error}): it was cut off or overwritten. Copy or save it again"
+                f"a weight file in {str(path)!r} is corrupt ({error}): it was cut off or overwritten. Copy or save it "
+                "again"
             ) from None
         except (OSError, RuntimeError, KeyError, json.JSONDecodeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -335,12 +339,13 @@ class RelPosPreTrainedModel(PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def with_encoding(self, encoding: str | list[str]) -> Any:
-        """A copy of this model with other encodings, freshly drawn: everything else is kept. `new_weights` names what is
-        new and `unused_weights` what was left behind."""
+        """A copy of this model with other encodings, freshly drawn: everything else is kept. `new_weights` names what
+        is new and `unused_weights` what was left behind."""
         config = copy.deepcopy(self.config)
         config.encoding = encoding
         model = type(self)(config).to(device=self.device, dtype=self.dtype).train(self.training)
-        kept = {name: value for name, value in self.state_dict().items() if not re.match(r"(model\.)?encodings\.", name)}
+        old = re.compile(r"(model\.)?encodings\.")
+        kept = {name: value for name, value in self.state_dict().items() if not old.match(name)}
         model.new_weights = sorted(model.load_state_dict(kept, strict=False).missing_keys)
         model.unused_weights = sorted(set(self.state_dict()) - set(kept))
         model.generation_config = copy.deepcopy(self.generation_config)
@@ -413,8 +418,8 @@ def _check_folder(cls: type[PreTrainedModel], path: Any, subfolder: str) -> dict
     if kind != cls.config_class.model_type:
         raise UserError(
             f"{str(path)!r} holds a model of type {kind!r}, and {cls.__name__} loads {cls.config_class.model_type!r}; "
-            "AutoModelForCausalLM and AutoModelForMaskedLM pick the class by the type, and from_gpt2 and from_bert take "
-            "those models' weights"
+            "AutoModelForCausalLM and AutoModelForMaskedLM pick the class by the type, and from_gpt2 and from_bert "
+            "take those models' weights"
         )
     if not any(folder.glob("*.safetensors")):
         found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"

@@ -2,8 +2,9 @@
 
 The logits of 32k tokens over 50k words are 6 GB in float32 and their gradient as much again; here only the rows of one
 chunk exist. The gradient of a chunk is at hand as soon as its softmax is, so it is computed in the forward pass and
-nothing is computed twice (the idea of Liger-Kernel's fused linear cross entropy, https://arxiv.org/abs/2410.10989). Exact:
-the numbers are those of the plain loss up to the order of the sums. Sums are float32 whatever the dtype of the matmuls.
+nothing is computed twice (the idea of Liger-Kernel's fused linear cross entropy, https://arxiv.org/abs/2410.10989).
+Exact: the numbers are those of the plain loss up to the order of the sums, which are float32 whatever the dtype of the
+matmuls.
 """
 
 from __future__ import annotations
@@ -73,9 +74,7 @@ def token_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
     """Cross entropy of every target, float32 of the shape of `targets`; 0 where the target is IGNORE."""
     hidden, weight, bias, flat = _flat(hidden, weight, bias, targets)
     step = _rows(weight)
-    parts = [
-        _chunk(hidden[i : i + step], weight, bias, flat[i : i + step])[0] for i in range(0, hidden.shape[0], step)
-    ]
+    parts = [_chunk(hidden[i : i + step], weight, bias, flat[i : i + step])[0] for i in range(0, hidden.shape[0], step)]
     return torch.cat(parts).view(targets.shape)
 
 

@@ -133,6 +133,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) 
             raise UserError(f"cu_seqlens packs documents into one row: batch must be 1, not {B}")
         if mask is not None or layout.positions is not None:
             raise UserError("cu_seqlens already says where documents end: pass no key_padding_mask or positions too")
+    given = layout.positions
+    if given is not None and (given.dim() != 2 or given.shape[0] not in (1, B) or given.shape[1] != layout.Tk):
+        raise UserError(f"positions must be [1 or B, Tk] = [{B}, {layout.Tk}], not {list(given.shape)}")
     if isinstance(layout.q_offset, int) and not 0 <= layout.q_offset <= layout.Tk - layout.Tq:
         raise UserError(f"q_offset={layout.q_offset} puts {layout.Tq} queries outside {layout.Tk} keys")
     if layout.q_offset is None and layout.Tq > layout.Tk:
@@ -181,6 +184,8 @@ def attention(
         encoding = build(encoding, heads=q.shape[1], head_dim=q.shape[-1])
         if any(True for _ in encoding.parameters()):
             raise UserError(f"{encoding.name} has parameters: build it once with relpos.encodings.build and pass that")
+    elif not isinstance(encoding, Encoding):
+        raise UserError(f"encoding must be an Encoding or a string such as 'alibi', not {encoding!r}")
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
     layout = Layout(
@@ -195,7 +200,13 @@ def attention(
         window=window,
     )
     _check(q, k, v, encoding, layout)
+    if hidden is not None and hidden.shape[0] != q.shape[0]:
+        raise UserError(f"hidden has a batch of {hidden.shape[0]} and q of {q.shape[0]}")
+    if state is not None and (state.dim() != 3 or state.shape[0] != q.shape[0] or state.shape[2] != k.shape[2]):
+        raise UserError(f"state must be [B, S, Tk], what key_state gave for {k.shape[2]} keys, not {list(state.shape)}")
     rotation, terms = prepare(encoding, layout, hidden, state, q.dtype)
+    if encoding.head_dim != q.shape[-1] and (rotation is not None or encoding.rescores):
+        raise UserError(f"{encoding.name} was built for heads of {encoding.head_dim} features and q has {q.shape[-1]}")
     q, k = reference.apply_rotation(q, k, rotation)
     rescore = encoding.rescore if encoding.rescores else None
     return attend(q, k, v, terms, layout, scale=scale, rescore=rescore, impl=impl, return_weights=return_weights)

@@ -35,8 +35,9 @@ class CoPE(Encoding):
         # From the key to the end of the row; what lies behind the query is masked and counts nothing.
         counted = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.positions - 1)
         below = counted.detach().floor()
+        index = below.nan_to_num(0).long()  # NaN goes on through `counted`, not through an index
         with full_precision(q):
             table = (wide(q) @ wide(self.table)).to(scores.dtype)  # [B, H, q, positions]
-        low = table.gather(-1, below.long())
-        high = table.gather(-1, (below.long() + 1).clamp(max=self.positions - 1))
+        low = table.gather(-1, index)
+        high = table.gather(-1, (index + 1).clamp(max=self.positions - 1))
         return scores + bias + low + (high - low) * (counted - below)

@@ -1,0 +1,470 @@
+"""Attention with every encoding of the case table: the reference against a dense softmax over the second formula, and
+every other way to compute the same numbers against the reference."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from cases import CASES, HEAD_DIM, Case
+from support import Inputs, close, make, oracle, setting
+
+import relpos
+from relpos import UserError
+from relpos.attention import attend, blockwise, choose, prepare, reference
+from relpos.encodings import Encoding, build
+from relpos.terms import Layout
+
+every = pytest.mark.parametrize("case", CASES, ids=[case.spec for case in CASES])
+several = [case for case in CASES if case.distinct]
+distinct = pytest.mark.parametrize("case", several, ids=[case.spec for case in several])
+H = 3
+
+
+def attention(case: Case, encoding: Encoding, inputs: Inputs, **options):
+    """All queries against all keys, with the hidden state where the encoding reads it."""
+    hidden = inputs.hidden if case.content else None
+    return relpos.attention(inputs.q, inputs.k, inputs.v, encoding, hidden=hidden, **options)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of two rows or one, so that tiny sizes cross borders."""
+    monkeypatch.setattr(blockwise, "CELLS", 100)
+
+
+# Against the second formula
+
+
+@every
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_reference_is_a_dense_softmax(case, causal):
+    if not causal and not case.bidirectional:
+        encoding, inputs = make(case, H), Inputs(H, 5)
+        with pytest.raises(UserError, match="causal attention only"):
+            attention(case, encoding, inputs, causal=False)
+        return
+    for heads, T in ((12, 7), (H, 1), (H, 11)):
+        encoding, inputs = make(case, heads), Inputs(heads, T)
+        out, weights = attention(case, encoding, inputs, causal=causal, impl="reference", return_weights=True)
+        for row in range(2):
+            expected, there = oracle(case, setting(encoding, inputs, row, causal=causal), inputs.v[row])
+            close(out[row], expected, 1e-7)
+            close(weights[row], there, 1e-7)
+
+
+@distinct
+def test_grouped_query_attention(case, small_blocks):
+    encoding, inputs = make(case, 12), Inputs(12, 7, key_heads=4, B=1)
+    expected, _ = oracle(case, setting(encoding, inputs), inputs.v[0])
+    for impl in ("reference", "blockwise"):
+        close(attention(case, encoding, inputs, impl=impl)[0], expected, 1e-7)
+
+
+@every
+def test_explicit_positions(case, small_blocks):
+    """With gaps, and longer than the number of keys."""
+    positions = [0, 1, 4, 5, 8, 9, 14]
+    encoding, inputs = make(case, H), Inputs(H, 7, B=2)
+    expected, _ = oracle(case, setting(encoding, inputs, 1, positions=positions), inputs.v[1])
+    both = torch.tensor([[0, 1, 2, 3, 4, 5, 6], positions])
+    for impl in ("reference", "blockwise"):
+        close(attention(case, encoding, inputs, positions=both, impl=impl)[1], expected, 1e-7)
+    close(attention(case, encoding, inputs, positions=torch.tensor(positions))[1], expected, 1e-7)
+
+
+@distinct
+def test_window(case, small_blocks):
+    if case.rescores:
+        return  # their rows see the window too: the oracle's formula is for whole rows
+    encoding, inputs = make(case, H), Inputs(H, 9, B=1)
+    for causal in (True, False) if case.bidirectional else (True,):
+        expected, _ = oracle(case, setting(encoding, inputs, causal=causal), inputs.v[0], window=3)
+        for impl in ("reference", "blockwise"):
+            close(attention(case, encoding, inputs, causal=causal, window=3, impl=impl)[0], expected, 1e-7)
+
+
+# Blockwise against the reference
+
+
+def gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=out.dtype)
+    found = torch.autograd.grad((out * weight).sum(), list(leaves.values()), allow_unused=True)
+    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
+
+
+@distinct
+@pytest.mark.parametrize("setup", ["causal", "both ways", "padded", "one token", "packed", "grouped", "rows"])
+def test_blockwise_is_the_reference(case, setup, small_blocks):
+    if setup == "both ways" and not case.bidirectional:
+        return
+    T = 1 if setup == "one token" else 13
+    encoding = make(case, H)
+    inputs = Inputs(H, T, B=1 if setup == "packed" else 2, key_heads=1 if setup == "grouped" else None)
+    options: dict = {"causal": setup != "both ways"}
+    if setup == "padded":
+        options["key_padding_mask"] = torch.arange(T) >= torch.tensor([[4], [0]])
+    if setup == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 5, 6, 13])
+    if setup == "rows":
+        inputs.q = inputs.q[:, :, :6].detach().requires_grad_()
+        options["q_offset"] = torch.tensor([2, 7])
+    leaves = inputs.leaves(encoding)
+    expected = attention(case, encoding, inputs, impl="reference", **options)
+    actual = attention(case, encoding, inputs, impl="blockwise", **options)
+    close(actual, expected, 1e-10)
+    there, here = gradients(expected, leaves), gradients(actual, leaves)
+    for name in leaves:
+        assert there[name].isfinite().all(), name
+        torch.testing.assert_close(here[name], there[name], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+    # Every parameter takes part. A bank's and a table's far entries do not, at 13 tokens.
+    if setup == "causal" and case.embed is None:
+        assert all(there[name].abs().sum() > 0 for name in leaves if name != "c" or T > 1)
+
+
+@distinct
+def test_gradients_are_those_of_finite_differences(case):
+    """Of the reference, by moving along one random direction of every input at once."""
+    encoding, inputs = make(case, 2, seed=4), Inputs(2, 5, B=1, seed=6)
+    leaves = inputs.leaves(encoding)
+    generator = torch.Generator().manual_seed(7)
+    steps = {n: torch.randn(x.shape, generator=generator, dtype=x.dtype) for n, x in leaves.items()}
+
+    def value() -> torch.Tensor:
+        out = attention(case, encoding, inputs, impl="reference")
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=out.dtype)
+        return (out * weight).sum()
+
+    found = torch.autograd.grad(value(), list(leaves.values()), allow_unused=True)
+    slope = sum(float((g * steps[n]).sum()) for n, g in zip(leaves, found, strict=True) if g is not None)
+    e = 1e-6
+    values = []
+    with torch.no_grad():
+        for move in (e, -2 * e):
+            for n, x in leaves.items():
+                x.add_(steps[n], alpha=move)
+            values.append(float(value()))
+    assert (values[0] - values[1]) / (2 * e) == pytest.approx(slope, rel=1e-4, abs=1e-6)
+
+
+# The same text in other clothes
+
+
+def alone(inputs: Inputs, row: int, tokens: list[int]) -> Inputs:
+    """Some tokens of one row as a text of their own."""
+    own = Inputs.__new__(Inputs)
+    own.q, own.k, own.v = (x[row : row + 1, :, tokens] for x in (inputs.q, inputs.k, inputs.v))
+    own.hidden = inputs.hidden[row : row + 1, tokens]
+    return own
+
+
+@distinct
+@pytest.mark.parametrize("where", ["left", "right", "hole", "both ends"])
+def test_a_padded_row_equals_the_unpadded_one(case, where, small_blocks):
+    if where == "hole" and not case.holes:
+        return
+    T = 12
+    real = {
+        "left": list(range(3, 12)),
+        "right": list(range(9)),
+        "hole": [0, 1, 4, 5, 6, 8, 9, 10, 11],
+        "both ends": list(range(2, 11)),
+    }[where]
+    encoding, inputs = make(case, H), Inputs(H, T)
+    mask = torch.ones(2, T, dtype=torch.bool)
+    mask[1] = False
+    mask[1, real] = True
+    for causal in (True, False) if case.bidirectional else (True,):
+        expected = attention(case, encoding, alone(inputs, 1, real), causal=causal)[0]
+        whole = attention(case, encoding, inputs, causal=causal)[0]
+        for impl in ("reference", "blockwise"):
+            out = attention(case, encoding, inputs, causal=causal, key_padding_mask=mask, impl=impl)
+            close(out[1][:, real], expected)
+            close(out[0], whole)
+            padded = [t for t in range(T) if t not in real]
+            assert (out[1][:, padded] == 0).all()
+
+
+@distinct
+def test_packed_documents_equal_separate_ones(case, small_blocks):
+    borders = [0, 1, 7, 12]
+    encoding, inputs = make(case, H), Inputs(H, 12, B=1)
+    for causal in (True, False) if case.bidirectional else (True,):
+        for impl in ("reference", "blockwise"):
+            out = attention(case, encoding, inputs, causal=causal, cu_seqlens=torch.tensor(borders), impl=impl)
+            for start, stop in zip(borders, borders[1:], strict=False):
+                own = list(range(start, stop))
+                close(out[:, :, own], attention(case, encoding, alone(inputs, 0, own), causal=causal))
+
+
+@distinct
+def test_rows_of_a_chunk_equal_rows_of_the_whole(case, small_blocks):
+    T = 11
+    encoding, inputs = make(case, H), Inputs(H, T)
+    for causal in (True, False) if case.bidirectional else (True,):
+        whole = attention(case, encoding, inputs, causal=causal)
+        for impl in ("reference", "blockwise"):
+
+            def rows(chosen, offset, causal=causal, impl=impl):
+                hidden = inputs.hidden if case.content else None
+                options = {"hidden": hidden, "causal": causal, "q_offset": offset, "impl": impl}
+                return relpos.attention(chosen, inputs.k, inputs.v, encoding, **options)
+
+            close(rows(inputs.q[:, :, 4:], None), whole[:, :, 4:])
+            close(rows(inputs.q[:, :, 2:7], 2), whole[:, :, 2:7])
+            chosen = torch.stack((inputs.q[0, :, 1:4], inputs.q[1, :, 6:9]))
+            out = rows(chosen, torch.tensor([1, 6]))
+            close(out[0], whole[0, :, 1:4])
+            close(out[1], whole[1, :, 6:9])
+
+
+def decode(case: Case, encoding: Encoding, inputs: Inputs, chunks: list[int], mask=None) -> torch.Tensor:
+    """As a model with a cache: rotated keys and the state are kept, each call sees its own tokens only."""
+    keys, state, outs, start = [], None, [], 0
+    for size in chunks:
+        own, stop = slice(start, start + size), start + size
+        seen = None if mask is None else mask[:, :stop]
+        layout = Layout(size, stop, torch.device("cpu"), key_padding_mask=seen, first_length=chunks[0])
+        hidden = inputs.hidden[:, own] if case.content else None
+        if hidden is not None:
+            new = encoding.key_state(hidden, layout, state)
+            assert (new is not None) == encoding.stateful
+            if new is not None:
+                state = new if state is None else torch.cat((state, new), -1)
+        rotation, terms = prepare(encoding, layout, hidden, state, torch.float64)
+        q, k = inputs.q[:, :, own], inputs.k[:, :, :stop]
+        q, k = reference.apply_rotation(q, k, rotation)
+        keys.append(k[:, :, own])
+        rescore = encoding.rescore if encoding.rescores else None
+        outs.append(attend(q, torch.cat(keys, 2), inputs.v[:, :, :stop], terms, layout, rescore=rescore))
+        start = stop
+    return torch.cat(outs, 2)
+
+
+@distinct
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
+def test_cached_decoding_equals_the_full_pass(case, padded):
+    T = 13
+    encoding, inputs = make(case, H), Inputs(H, T)
+    mask = torch.arange(T) >= torch.tensor([[0], [3]]) if padded else None
+    for chunks in ([1] * T, [6, 1, 1, 5], [10, 3]):
+        if case.by_length:  # frequencies of the first call's length, for all that follows
+            layout = Layout(T, T, torch.device("cpu"), key_padding_mask=mask, first_length=chunks[0])
+            rotation, terms = prepare(encoding, layout, dtype=torch.float64)
+            q, k = reference.apply_rotation(inputs.q, inputs.k, rotation)
+            whole = attend(q, k, inputs.v, terms, layout)
+        else:
+            whole = attention(case, encoding, inputs, key_padding_mask=mask)
+        close(decode(case, encoding, inputs, chunks, mask), whole)
+
+
+@distinct
+def test_state_through_the_public_function(case):
+    """attention(..., state=): hidden for the queries only."""
+    if not case.content:
+        return
+    encoding, inputs = make(case, H), Inputs(H, 9)
+    whole = attention(case, encoding, inputs)
+    state = encoding.key_state(inputs.hidden, Layout(9, 9, torch.device("cpu")))
+    last = relpos.attention(
+        inputs.q[:, :, 7:], inputs.k, inputs.v, encoding, hidden=inputs.hidden[:, 7:], state=state
+    )
+    close(last, whole[:, :, 7:])
+
+
+# Rows without keys, NaN
+
+
+@distinct
+def test_rows_without_a_key_are_zero_and_harm_no_gradient(case, small_blocks):
+    T = 9
+    encoding, inputs = make(case, H), Inputs(H, T)
+    mask = torch.ones(2, T, dtype=torch.bool)
+    mask[0, :4] = False
+    mask[1] = False
+    for impl in ("reference", "blockwise"):
+        out = attention(case, encoding, inputs, key_padding_mask=mask, impl=impl)
+        assert (out[1] == 0).all() and (out[0, :, :4] == 0).all() and (out[0, :, 4:] != 0).any()
+        for name, gradient in gradients(out, inputs.leaves(encoding)).items():
+            assert gradient.isfinite().all(), (impl, name)
+            if name in ("q", "k", "v", "hidden"):
+                assert (gradient[1] == 0).all(), (impl, name)
+    rows = attention(case, encoding, inputs, key_padding_mask=mask, return_weights=True)[1].sum(-1)
+    close(rows[0, :, 4:], torch.ones_like(rows[0, :, 4:]))
+    assert (rows[1] == 0).all()
+
+
+@distinct
+def test_nan_in_is_nan_out(case, small_blocks):
+    encoding, inputs = make(case, H), Inputs(H, 8, B=2)
+    for impl in ("reference", "blockwise"):
+        for name in ("q", "k", "v", *(["hidden"] if case.content else [])):
+            broken = Inputs(H, 8, B=2)
+            with torch.no_grad():
+                getattr(broken, name)[0, ..., 5, 0] = math.nan
+            out = attention(case, encoding, broken, impl=impl)
+            assert out[0, :, 5].isnan().any(), name
+            close(out[1], attention(case, encoding, inputs)[1])
+
+
+# Dtypes
+
+
+@distinct
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_low_precision_is_near_float64(case, dtype):
+    T = 40
+    encoding, inputs = make(case, H), Inputs(H, T, B=1, dtype=dtype)
+    exact = make(case, H).to(dtype).double()  # the same rounded parameters
+    wide = Inputs(H, T, B=1, dtype=dtype)
+    for name in ("q", "k", "v", "hidden"):
+        setattr(wide, name, getattr(inputs, name).detach().double())
+    expected = attention(case, exact, wide)
+    for impl in ("reference", "blockwise"):
+        out = attention(case, encoding.to(dtype), inputs, impl=impl)
+        assert out.dtype == dtype
+        # A content-aware bias sums 40 rounded steps, so its error is that many roundings of the model's dtype.
+        rounding = torch.finfo(dtype).eps * (40 if case.content or case.rescores else 8)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=max(rounding, 4e-5))
+
+
+@distinct
+def test_autocast_leaves_the_bias_alone(case):
+    """Under bfloat16 autocast a float32 matrix product of the bias would run in bfloat16."""
+    encoding, inputs = make(case, H, dtype=torch.float32), Inputs(H, 20, B=1, dtype=torch.float32)
+    layout = Layout(20, 20, torch.device("cpu"))
+    state = encoding.key_state(inputs.hidden, layout) if case.content else None
+    _, terms = prepare(encoding, layout, inputs.hidden, state)
+    scores = (inputs.q @ inputs.k.transpose(-1, -2)) * HEAD_DIM**-0.5
+
+    def bias() -> torch.Tensor:
+        own = terms if case.content else prepare(encoding, layout)[1]  # projections of hidden may be rounded
+        found = reference.bias_of(own, layout, H)
+        allowed = layout.allowed()[:, None]
+        return encoding.rescore(scores, found, inputs.q, inputs.k, allowed) if case.rescores else found
+
+    expected = bias()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = bias()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+# torch.compile
+
+
+@distinct
+@pytest.mark.parametrize("impl", ["reference", "blockwise"])
+def test_compiles_without_a_break(case, impl):
+    if impl == "blockwise" and case not in [next(c for c in CASES if c.name == case.name and c.distinct)]:
+        return  # the same blocks around other terms: one case per encoding
+    torch._dynamo.reset()
+    encoding, inputs = make(case, 2, dtype=torch.float32), Inputs(2, 6, dtype=torch.float32)
+    mask, offset = torch.arange(6) >= torch.tensor([[0], [2]]), torch.tensor([1, 3])
+    leaves = inputs.leaves(encoding)
+
+    def run(q: torch.Tensor) -> torch.Tensor:
+        hidden = inputs.hidden if case.content else None
+        options = {"hidden": hidden, "key_padding_mask": mask, "q_offset": offset, "impl": impl}
+        out = relpos.attention(q, inputs.k, inputs.v, encoding, **options)
+        vectors = encoding.embed(torch.arange(6))
+        return out if vectors is None else out + vectors.sum()
+
+    q = inputs.q[:, :, :3]
+    expected, actual = run(q), torch.compile(run, fullgraph=True, backend="aot_eager")(q)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    there, here = gradients(expected, leaves), gradients(actual, leaves)
+    for name in leaves:
+        torch.testing.assert_close(here[name], there[name], rtol=1e-4, atol=1e-4)
+
+
+def test_compiles_for_growing_lengths():
+    """One graph serves every length, as in evaluation at several."""
+    torch._dynamo.reset()
+    encoding = build("kerple", heads=2, head_dim=HEAD_DIM)
+    options = {"fullgraph": True, "backend": "aot_eager", "dynamic": True}
+    run = torch.compile(lambda q: relpos.attention(q, q, q, encoding), **options)
+    for T in (5, 9, 17):
+        q = torch.randn(1, 2, T, HEAD_DIM)
+        torch.testing.assert_close(run(q), relpos.attention(q, q, q, encoding))
+
+
+# Which implementation, bad input
+
+
+def test_choose_says_what_and_why():
+    q = torch.zeros(1, 2, 16, HEAD_DIM)
+    layout = Layout(16, 16, q.device)
+    assert choose("reference", q, q, [], layout) == ("reference", "asked for")
+    assert choose("blockwise", q, q, [], layout) == ("blockwise", "asked for")
+    how, why = choose("auto", q, q, [], layout)
+    assert how == "reference" and "small enough to be dense" in why
+    long = torch.zeros(1, 2, 1, HEAD_DIM).expand(-1, -1, 4096, -1)
+    how, why = choose("auto", long, long, [], Layout(4096, 4096, q.device))
+    assert how == "blockwise" and "memory linear in the length" in why
+    assert choose("auto", long, long, [], layout, return_weights=True) == ("reference", "the weights were asked for")
+    with pytest.raises(UserError, match="impl='fused' cannot run here: .*impl='auto' picks one that can"):
+        choose("fused", q, q, [], layout)
+    with pytest.raises(UserError, match="there is no implementation 'blokwise'. Did you mean 'blockwise'"):
+        choose("blokwise", q, q, [], layout)
+    for impl in ("blockwise", "fused"):
+        with pytest.raises(UserError, match=f"impl='{impl}' never holds the weights"):
+            choose(impl, q, q, [], layout, return_weights=True)
+
+
+def test_auto_is_the_same_at_a_length_where_it_is_blockwise(monkeypatch):
+    encoding, inputs = make(several[0], H), Inputs(H, 20)
+    dense = attention(several[0], encoding, inputs)
+    monkeypatch.setattr(sys.modules["relpos.attention"], "DENSE_CELLS", 10)
+    close(attention(several[0], encoding, inputs), dense)
+
+
+def bad(message, **changes):
+    """A call that is right but for the changes."""
+    inputs = Inputs(4, 6, dtype=torch.float32)
+    encoding = changes.pop("encoding", "alibi")
+    q, k, v = (changes.pop(name, getattr(inputs, name)) for name in "qkv")
+    with pytest.raises(UserError, match=message):
+        relpos.attention(q, k, v, encoding, **changes)
+
+
+def test_bad_input():
+    x = torch.zeros
+    bad(r"q must be \[B,H,Tq,D\]", q=x(4, 6, 8))
+    bad("do not fit together", k=x(2, 4, 6, 7))
+    bad("do not fit together", v=x(2, 4, 5, 8))
+    bad("do not fit together", k=x(3, 4, 6, 8), v=x(3, 4, 6, 8))
+    bad("4 query heads cannot share 3 key heads", k=x(2, 3, 6, 8), v=x(2, 3, 6, 8))
+    bad("alibi was built for 5 heads and q has 4", encoding=build("alibi", heads=5))
+    bad(r"rope was built for heads of 16 features and q has 8", encoding=build("rope", heads=4, head_dim=16))
+    bad("there is no encoding 'alibbi'. Did you mean 'alibi'", encoding="alibbi")
+    bad("kerple has parameters: build it once", encoding="kerple")
+    bad("encoding must be", encoding=3)
+    bad(r"key_padding_mask must be \[B, Tk\] = \[2, 6\], not \[2, 5\]", key_padding_mask=x(2, 5, dtype=torch.bool))
+    bad("batch must be 1, not 2", cu_seqlens=torch.tensor([0, 6]))
+    one = {"q": x(1, 4, 6, 8), "k": x(1, 4, 6, 8), "v": x(1, 4, 6, 8)}
+    bad("pass no key_padding_mask", cu_seqlens=torch.tensor([0, 6]), key_padding_mask=x(1, 6) == 0, **one)
+    bad("pass no key_padding_mask or positions", cu_seqlens=torch.tensor([0, 6]), positions=x(1, 6).long(), **one)
+    bad("q_offset=7 puts 6 queries outside 6 keys", q_offset=7)
+    bad("q_offset=-1 puts", q_offset=-1)
+    bad("9 queries cannot be the last of 6 keys", q=x(2, 4, 9, 8))
+    bad(r"q_offset must be an int or \[B\] = \[2\], not \[3\]", q_offset=torch.tensor([0, 0, 0]))
+    bad(r"positions must be \[1 or B, Tk\] = \[2, 6\], not \[2, 5\]", positions=x(2, 5).long())
+    bad("window must be at least 1", window=0)
+    bad("there is no implementation 'flash'", impl="flash")
+    bad("impl='fused' cannot run here", impl="fused")
+    bad("impl='blockwise' never holds the weights", impl="blockwise", return_weights=True)
+    bad("sinks is not supported", sinks=x(4))
+    bad("soft-capping is not supported", softcap=30.0)
+    bad("dropout is not supported", dropout=0.1)
+    cable = build("cable", heads=4, head_dim=HEAD_DIM)
+    bad(r"cable reads the layer's input: pass hidden=\[B, Tk, 32\]", encoding=cable)
+    bad("hidden has 31 features; cable was built for 32", encoding=cable, hidden=x(2, 6, 31))
+    bad("hidden has 5 tokens but there are 6 keys: pass state too", encoding=cable, hidden=x(2, 5, 32))
+    bad("hidden has 5 tokens; expected 6", encoding=cable, hidden=x(2, 5, 32), state=x(2, 4, 6))
+    bad("hidden has a batch of 3", encoding=cable, hidden=x(3, 6, 32))
+    bad(r"state must be \[B, S, Tk\]", encoding=cable, hidden=x(2, 6, 32), state=x(2, 4, 5))
+    bad("fox is defined for causal attention only", encoding=build("fox", heads=4, head_dim=8), causal=False)
+    bad("learned has 4 positions and the text needs 6", encoding=build("learned:max_positions=4", heads=4, head_dim=8))

@@ -412,10 +412,10 @@ def harness(
         shown.add_column(column, justify="right" if column in ("value", "stderr") else "left")
     for task, scores in value["results"].items():
         for key, score in scores.items():
-            if isinstance(score, float) and "_stderr" not in key:
+            if isinstance(score, float) and "," in key and "_stderr" not in key:
                 name, _, kind = key.partition(",")
                 error = scores.get(f"{name}_stderr,{kind}")
-                shown.add_row(task, name, f"{score:.4f}", f"{error:.4f}" if isinstance(error, float) else "")
+                shown.add_row(task, name, f"{score:.4g}", f"{error:.2g}" if isinstance(error, float) else "")
     _print(shown)
     if out is not None:
         print(out)
@@ -434,14 +434,61 @@ def figure(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("figures"),
-    length: Annotated[int, typer.Option(help="Tokens; up to 16384.")] = 512,
+    layer: Annotated[int, typer.Option(help="Layer, from 0, or from the end: -1 is the last.")] = -1,
+    heads: Annotated[str, typer.Option(help="all, or numbers from 1: 1,3,5-8.")] = "all",
+    kind: Annotated[
+        str | None, typer.Option(help="bias, scores or weights; by default bias where there is one, else scores.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text a model reads; by default the one relpos brings.")] = None,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens, up to 16384; by default 512, or a capture's own length.")
+    ] = None,
     format: Annotated[str, typer.Option(help="png, pdf, svg, with commas between them.")] = "png,pdf",
+    view: Annotated[
+        str,
+        typer.Option(help="maps, profile (against distance), window (and entropy), difference (of two), training."),
+    ] = "maps",
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="The same heads through training: short for --view training.")
+    ] = False,
+    shared: Annotated[bool, typer.Option("--shared", help="One colour range for all heads.")] = False,
 ) -> None:
-    """Draw what every head does with position."""
+    """Draw what every head does with position: pictures, and the numbers beside them as NAME.npz."""
     from relpos.figures import write
 
-    for path in write(sources or [], out=out, length=length, format=format):
+    written = write(
+        sources or [],
+        out=out,
+        layer=layer,
+        heads=heads,
+        kind=kind,
+        text=text,
+        length=length,
+        format=format,
+        view=view,
+        checkpoints=checkpoints,
+        shared=shared,
+    )
+    for path in written:
         print(path)
+
+
+@app.command()
+def capture(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder with a model: ours, or of a supported family.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    text: Annotated[Path | None, typer.Option(help="Text the model reads; by default the one relpos brings.")] = None,
+    layers: Annotated[str, typer.Option(help="last, all, or numbers from 0 with commas between them.")] = "last",
+    length: Annotated[int, typer.Option(help="Tokens of the text.")] = 512,
+    content: Annotated[bool, typer.Option(help="Keep q and k of the captured layers: for scores and weights.")] = False,
+    half: Annotated[bool, typer.Option("--half", help="Keep q, k and large matrices in float16.")] = False,
+    note: Annotated[str | None, typer.Option(help="A remark for the caption.")] = None,
+) -> None:
+    """Keep what pictures of a model need, in one small safetensors file (docs/capture.md)."""
+    from relpos.capture.model import capture_run
+
+    made = capture_run(run, out, text=text, layers=layers, length=length, content=content, half=half, note=note)
+    print(f"{out}: {made.title}, {made.length} tokens, layers {', '.join(map(str, made.layers))} of {made.num_layers}")
 
 
 # Study and explorer ---------------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ def harness(
     known = manager.all_tasks
     for task in tasks:
         if task not in known and not Path(task).is_file():
-            raise UserError(f"the harness has no task {task!r}.{nearest(task, known)[:300]}")
+            hint = nearest(task, known).partition(" Known:")[0]
+            raise UserError(f"the harness has no task {task!r}.{hint} `lm-eval ls tasks` lists them")
     where = pick_device(device)
     model = load_model(path, device=where, dtype=pick_dtype(dtype, where), impl=impl)
     tokenizer = load_tokenizer(path)

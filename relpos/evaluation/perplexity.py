@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -171,7 +172,7 @@ def _score(job: _Job, protocol: str, T: int, cost: float) -> tuple[list[np.ndarr
 def _bins(T: int) -> np.ndarray:
     """Edges of the bins of positions: single positions at first, then four per doubling."""
     edges = np.unique(np.round(2.0 ** (np.arange(0, 4 * math.log2(T) + 4) / 4)).astype(np.int64))
-    return np.append(edges[edges <= T], T + 1)
+    return np.append(edges[edges <= max(1, 0.9 * T)], T + 1)  # no sliver of a bin at the end
 
 
 def _row(
@@ -267,6 +268,27 @@ def about_model(model: Any, name: str, path: str = "") -> dict[str, Any]:
     }
 
 
+def training_of(path: str | Path) -> dict[str, Any] | None:
+    """How a run of `relpos train` was made, in short, from its run.json; None for other folders."""
+    for folder in (Path(path), Path(path).parent):  # a checkpoint lies inside its run
+        try:
+            run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            steps = run["steps"]
+            if folder != Path(path):
+                steps = int(Path(path).name.removeprefix("checkpoint-"))
+            return {
+                "seed": run["settings"]["seed"],
+                "size": run["settings"]["size"],
+                "steps": steps,
+                "tokens": steps * run["tokens_per_step"],
+                "data_fingerprint": run["data"]["fingerprint"],
+                "commit": (run.get("git") or {}).get("commit"),
+            }
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
 def _check_vocabulary(text: Text, scorer: Scorer) -> None:
     largest = max(int(text.tokens[i : i + (1 << 24)].max()) for i in range(0, len(text.tokens), 1 << 24))
     if largest >= scorer.vocabulary:
@@ -284,6 +306,7 @@ def evaluate(
     tokenizer: Any = None,
     name: str = "model",
     path: str = "",
+    training: dict[str, Any] | None = None,
     out: Path | None = None,
     overwrite: bool = False,
     impl: str | None = None,
@@ -292,8 +315,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a model on a text. With `out`, a file name, the result is written there and a killed run resumes.
 
-    The model is used as it is: its device, dtype and kernel. A `tokenizer` adds bits per byte. Returns the result, the
-    same in every process.
+    The model is used as it is: its device, dtype and kernel. A `tokenizer` adds bits per byte; `training` goes into the
+    file as it is, with its "seed". Returns the result, the same in every process.
     """
     world = world or World()
     settings = (settings or Settings()).resolve(text)
@@ -337,13 +360,14 @@ def evaluate(
         "format": result.PERPLEXITY,
         "format_version": result.FORMAT_VERSION,
         "identity": result.digest(identity),
-        "model": about,
+        "model": about | {"training": training},
         "data": text.about,
         "settings": settings.as_dict(),
         "interval": {"level": 0.95, "method": statistics.METHOD},
         "protocols": found,
         "effective_context": effective_context(found.get("last")),
         "seeds": {
+            "training": None if training is None else training["seed"],
             "evaluation": None,
             "why": "no random number is drawn: windows, order and intervals are fixed by the settings",
         },
@@ -515,6 +539,7 @@ def evaluate_folders(
                 tokenizer=tokenizer,
                 name=name,
                 path=Path(path).name,
+                training=training_of(path),
                 out=file,
                 overwrite=overwrite,
                 impl=impl,

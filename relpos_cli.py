@@ -405,7 +405,8 @@ def harness(
     _quiet_transformers()
     value = measure(
         run, [part.strip() for part in tasks.split(",") if part.strip()], out=out, include=include, limit=limit,
-        num_fewshot=num_fewshot, batch_size=batch_size, max_length=max_length, device=device, dtype=dtype, impl=impl, seed=seed,
+        num_fewshot=num_fewshot, batch_size=batch_size, max_length=max_length, device=device, dtype=dtype, impl=impl,
+        seed=seed,
     )  # fmt: skip
     shown = Table(title=f"{run}, inputs up to {value['max_length']} tokens", title_justify="left")
     for column in ("task", "measure", "value", "stderr"):

@@ -177,6 +177,62 @@ def data_check(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Prepa
     print(f"{describe(made)}\nevery checksum matches")
 
 
+@app.command()
+def train(
+    context: typer.Context,
+    encoding: Annotated[
+        str, typer.Option(help="An encoding such as 't5:form=clipped', or several with commas: trained in turn.")
+    ] = "kerple",
+    size: Annotated[str, typer.Option(help="nano (a laptop), tiny, small or medium.")] = "nano",
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of `relpos data prepare`; the standard library's source unless given.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/ENCODING-SIZE unless given.")] = None,
+    task: Annotated[str, typer.Option(help="clm (a GPT) or mlm (an encoder).")] = "clm",
+    length: Annotated[int | None, typer.Option(help="Tokens in a window.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    tokens_per_step: Annotated[int | None, typer.Option(help="Tokens in a step, over all devices.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Windows per device and pass; the rest is accumulated.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the initial weights and the order of the data.")] = 0,
+    documents: Annotated[bool, typer.Option(help="Keep attention within documents.")] = False,
+    vocab_size: Annotated[int | None, typer.Option(help="Rows of the embedding; from the data unless given.")] = None,
+    init_from: Annotated[
+        Path | None, typer.Option(help="Start from a relpos model, a GPT-2 or a BERT, with the encoding swapped.")
+    ] = None,
+    decay_encodings: Annotated[bool, typer.Option(help="Decay the encodings' matrices too, as the paper did.")] = False,
+    impl: Annotated[str, typer.Option(help="How attention is computed: auto, reference, blockwise or fused.")] = "auto",
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile; on a GPU unless told otherwise.")
+    ] = None,
+    fsdp: Annotated[bool, typer.Option(help="Shard the model over the GPUs (FSDP2).")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on from the last complete checkpoint of --out.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the run in --out.")] = False,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A field of the model's config, on top of the size; may be given again."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A field of transformers.TrainingArguments; may be given again."),
+    ] = None,
+) -> None:
+    """Train a model with any encoding. With no arguments: a small one, on this machine, in a few minutes."""
+    from relpos.training import Settings
+    from relpos.training import train as run
+    from relpos.training.presets import parse_config, parse_overrides
+
+    values = {k: str(v) if isinstance(v, Path) else v for k, v in context.params.items()}
+    values["overrides"] = parse_overrides(values.pop("set_") or [])
+    values["config"] = parse_config(values["config"] or [])
+    again, replace = values.pop("resume"), values.pop("overwrite")
+    given = {k for k in values if str(context.get_parameter_source(k)).endswith("COMMANDLINE")}
+    given |= {"overrides"} if values["overrides"] else set()
+    for folder in run(Settings(**values), resume=again, overwrite=replace, given=given):
+        print(folder)
+
+
 # Evaluation -----------------------------------------------------------------------------------------------------------
 
 
@@ -321,11 +377,10 @@ def compare(
     format: Annotated[str, typer.Option(help="Formats of the plots: png, pdf, svg.")] = "png,pdf,svg",
 ) -> None:
     """The paper's table (Markdown, CSV, LaTeX) and plots from any number of result files."""
-    from relpos import figures
     from relpos.evaluation import compare as tables
     from relpos.figures import curves
 
-    formats = figures.parse_formats(format)
+    formats = curves.formats_of(format)
     comparison = tables.load(list(files), [part.strip() for part in labels.split(",")] if labels else None)
     for path in tables.write(comparison, out):
         print(path)
@@ -365,7 +420,7 @@ def passkey(
     from relpos.figures import curves
 
     _quiet_transformers()
-    formats = figures.parse_formats(format)
+    formats = curves.formats_of(format)
     try:
         where = tuple(float(part) for part in depths.split(",") if part.strip())
     except ValueError:
@@ -399,7 +454,7 @@ def harness(
     dtype: _Dtype = "auto",
     impl: _Impl = None,
 ) -> None:
-    """Run tasks of the lm-evaluation-harness with no length cap. Needs the extra [eval]."""
+    """Run tasks of the lm-evaluation-harness with no length cap. Needs the extra `eval`."""
     from relpos.evaluation.harness import harness as measure
 
     _quiet_transformers()

@@ -27,8 +27,9 @@ import numpy as np
 
 from relpos.errors import UserError
 from relpos.evaluation import result
-from relpos.evaluation.perplexity import Failure, Partial, about_model, explain, names_of
-from relpos.evaluation.scoring import Scorer, load_model, load_tokenizer, pick_device, pick_dtype, release
+from relpos.evaluation.folders import Outcome, each_folder
+from relpos.evaluation.perplexity import Failure, Partial, about_model, explain
+from relpos.evaluation.scoring import Scorer, release
 from relpos.evaluation.sharing import World, progress
 
 INTRODUCTION = (
@@ -271,18 +272,6 @@ def passkey(
     return value
 
 
-@dataclass
-class Outcome:
-    name: str
-    path: str
-    file: Path | None = None
-    value: dict[str, Any] | None = None
-    error: str | None = None
-
-    def complete(self) -> bool:
-        return self.value is not None and all(r["status"] in ("ok", "unsupported") for r in self.value["results"])
-
-
 def passkey_folders(
     paths: list[str],
     out: str | Path,
@@ -296,9 +285,6 @@ def passkey_folders(
     shown: bool = True,
 ) -> list[Outcome]:
     """Models one after the other, `NAME.passkey.json` each in `out`. One that fails does not stop the others."""
-    world = World()
-    where = pick_device(device, world.local_rank)
-    how = pick_dtype(dtype, where)
     grid = (grid or Grid()).resolve()
     text = FILLER
     if filler is not None:
@@ -306,31 +292,20 @@ def passkey_folders(
             text = Path(filler).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read the filler text {filler}: {error}") from None
-    outcomes = []
-    unique = list(dict.fromkeys(str(p) for p in paths))
-    for path, name in zip(unique, names_of(unique), strict=True):
-        outcome = Outcome(name, path)
-        outcomes.append(outcome)
-        try:
-            model = load_model(path, device=where, dtype=how, impl=impl)
-            file = Path(out) / f"{name}.passkey.json"
-            outcome.value = passkey(
-                model,
-                load_tokenizer(path),
-                grid,
-                name=name,
-                path=Path(path).name,
-                filler=text,
-                out=file,
-                overwrite=overwrite,
-                impl=impl,
-                world=world,
-                shown=shown,
-            )
-            outcome.file = file
-        except UserError as error:
-            outcome.error = str(error)
-        model = None
-        release()
-    world.close()
-    return outcomes
+
+    def work(model: Any, tokenizer: Any, outcome: Outcome, file: Path, world: World) -> dict[str, Any]:
+        return passkey(
+            model,
+            tokenizer,
+            grid,
+            name=outcome.name,
+            path=Path(outcome.path).name,
+            filler=text,
+            out=file,
+            overwrite=overwrite,
+            impl=impl,
+            world=world,
+            shown=shown,
+        )
+
+    return each_folder(paths, out, ".passkey.json", work, device=device, dtype=dtype, impl=impl)

@@ -26,14 +26,12 @@ import torch
 from relpos.errors import UserError
 from relpos.evaluation import protocols, result, statistics
 from relpos.evaluation.context import effective_context
+from relpos.evaluation.folders import Outcome, each_folder
 from relpos.evaluation.protocols import Settings, Windows
 from relpos.evaluation.scoring import (
     Scorer,
-    load_model,
-    load_tokenizer,
     parameter_count,
     pick_device,
-    pick_dtype,
     release,
     weights_fingerprint,
 )
@@ -460,38 +458,6 @@ def _shown(row: dict[str, Any]) -> str:
 # The command: any number of folders.
 
 
-@dataclass
-class Outcome:
-    """What became of one model."""
-
-    name: str
-    path: str
-    file: Path | None = None
-    value: dict[str, Any] | None = None
-    error: str | None = None
-
-    def complete(self) -> bool:
-        """Nothing asked for is missing. A length the model declines by its nature is an answer, not a failure."""
-        if self.value is None:
-            return False
-        rows = [r for p in self.value["protocols"].values() for r in p["results"]]
-        return all(r["status"] in ("ok", "unsupported") for r in rows)
-
-
-def names_of(paths: list[str]) -> list[str]:
-    """Short distinct names: the folder's own name, `run-checkpoint-100` for a checkpoint, the parent's before it where
-    two would be alike."""
-    parts = [Path(p).resolve().parts if Path(p).exists() else tuple(Path(p).parts) for p in paths]
-    depth = [2 if p[-1].startswith("checkpoint-") and len(p) > 2 else 1 for p in parts]
-    while True:
-        names = ["-".join(p[-d:]) for p, d in zip(parts, depth, strict=True)]
-        double = {n for n in names if names.count(n) > 1}
-        grow = [n in double and d < len(p) - 1 for n, p, d in zip(names, parts, depth, strict=True)]
-        if not any(grow):
-            return names
-        depth = [d + g for d, g in zip(depth, grow, strict=True)]
-
-
 def evaluate_folders(
     paths: list[str],
     data: str | Path,
@@ -510,49 +476,33 @@ def evaluate_folders(
     shown: bool = True,
 ) -> list[Outcome]:
     """Evaluate models one after the other, one JSON each in `out`. One that fails does not stop the others."""
-    world = World()
-    where = pick_device(device, world.local_rank)
-    how = pick_dtype(dtype, where)
     settings = settings or Settings()
-    settings = dataclasses.replace(
-        settings, batch_tokens=batch_tokens or (65536 if where.type == "cuda" else 8192)
-    ).resolve()
+    on_gpu = pick_device(device).type == "cuda"
+    settings = dataclasses.replace(settings, batch_tokens=batch_tokens or (65536 if on_gpu else 8192)).resolve()
     if not Path(data).exists():
         raise UserError(
             f"there is no text {str(data)!r}: expected a prepared folder, a .bin or .bin.xz, or a text file"
         )
-    unique = list(dict.fromkeys(str(p) for p in paths))
-    outcomes = []
-    for path, name in zip(unique, names_of(unique), strict=True):
-        outcome = Outcome(name, path)
-        outcomes.append(outcome)
-        try:
-            model = load_model(path, device=where, dtype=how, impl=impl)
-            tokenizer = load_tokenizer(path)
-            text = open_text(data, tokenizer, split=split, eot=eot, max_tokens=max_tokens, model_folder=path)
-            own = dataclasses.replace(settings, bos=_bos(path, tokenizer, model)) if bos else settings
-            file = Path(out) / f"{name}.json"
-            outcome.value = evaluate(
-                model,
-                text,
-                own,
-                tokenizer=tokenizer,
-                name=name,
-                path=Path(path).name,
-                training=training_of(path),
-                out=file,
-                overwrite=overwrite,
-                impl=impl,
-                world=world,
-                shown=shown,
-            )
-            outcome.file = file
-        except UserError as error:
-            outcome.error = str(error)
-        model = None
-        release()
-    world.close()
-    return outcomes
+
+    def work(model: Any, tokenizer: Any, outcome: Outcome, file: Path, world: World) -> dict[str, Any]:
+        text = open_text(data, tokenizer, split=split, eot=eot, max_tokens=max_tokens, model_folder=outcome.path)
+        own = dataclasses.replace(settings, bos=_bos(outcome.path, tokenizer, model)) if bos else settings
+        return evaluate(
+            model,
+            text,
+            own,
+            tokenizer=tokenizer,
+            name=outcome.name,
+            path=Path(outcome.path).name,
+            training=training_of(outcome.path),
+            out=file,
+            overwrite=overwrite,
+            impl=impl,
+            world=world,
+            shown=shown,
+        )
+
+    return each_folder(paths, out, ".json", work, device=device, dtype=dtype, impl=impl)
 
 
 def _bos(path: str, tokenizer: Any, model: Any) -> int:

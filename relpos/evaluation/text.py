@@ -76,7 +76,7 @@ def open_text(
     path = Path(source)
     if not path.exists():
         raise UserError(
-            f"there is no text {str(path)!r}: expected a prepared folder, a .bin or .bin.xz, or a text file"
+            f"there is no text {str(path)!r}: give a prepared folder, a .bin or .bin.xz, or a text file"
         )
     if path.is_dir():
         tokens, documents, about = _prepared(

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from relpos.errors import UserError
+from relpos.errors import UserError, nearest
 from relpos.evaluation import result
 from relpos.figures.style import Figure, style
 
@@ -47,8 +47,8 @@ def _train_length(ax: Axes, results: Results) -> None:
         length = stated.pop()
         ax.axvline(length, color="0.6", linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
         ax.annotate(
-            f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), xytext=(3, -4), textcoords="offset points",
-            fontsize=8, color="0.35", va="top",
+            f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), xytext=(3, -4),
+            textcoords="offset points", fontsize=8, color="0.35", va="top",
         )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def _legend(fig: Figure, ax: Axes, count: int) -> None:
 
 
 def perplexity(results: Results) -> Figure:
-    """Perplexity against length with 95% intervals, one panel per protocol, both axes logarithmic where values spread."""
+    """Perplexity against length with 95% intervals, one panel per protocol; a log axis where values spread."""
     protocols = list(dict.fromkeys(p for _, v in results for p in v["protocols"] if _measured(v, p)))
     if not protocols:
         raise UserError("no length was measured: there is nothing to plot")
@@ -88,8 +88,8 @@ def perplexity(results: Results) -> Figure:
                     [[r["perplexity"] if e is None else e for e in r["ci95"]] for r in rows], float
                 ).reshape(-1, 2)
                 ax.errorbar(
-                    x, y, yerr=np.clip([y - ends[:, 0], ends[:, 1] - y], 0, None), label=label, marker=MARKERS[number % len(MARKERS)],
-                    markersize=4, capsize=2, elinewidth=0.8, **_look(number),
+                    x, y, yerr=np.clip([y - ends[:, 0], ends[:, 1] - y], 0, None), label=label,
+                    marker=MARKERS[number % len(MARKERS)], markersize=4, capsize=2, elinewidth=0.8, **_look(number),
                 )  # fmt: skip
                 values += list(y)
                 ticks |= {
@@ -123,8 +123,8 @@ def _short(protocol: str, results: Results) -> str:
 
 
 def loss_by_position(results: Results) -> Figure:
-    """Mean loss against the number of tokens before, in the longest windows each model was measured with: the line is the
-    mean over bins (four per doubling), the faint dots the mean over 1/64 of the window."""
+    """Mean loss against the number of tokens before, in the longest windows each model was measured with: the line is
+    the mean over bins (four per doubling), the faint dots the mean over 1/64 of the window."""
     chosen = []
     for label, v in results:
         rows = [r for r in _measured(v, "blocks") if "positions" in r]
@@ -161,6 +161,17 @@ def loss_by_position(results: Results) -> Figure:
         ax.grid(True, color="0.9", linewidth=0.6)
         _legend(fig, ax, len(chosen))
     return fig
+
+
+def formats_of(text: str) -> list[str]:
+    """`png,pdf` as a list, checked."""
+    from relpos.figures import FORMATS
+
+    wanted = [part.strip().lower() for part in text.split(",") if part.strip()]
+    for one in wanted:
+        if one not in FORMATS:
+            raise UserError(f"there is no picture format {one!r}.{nearest(one, FORMATS)}")
+    return wanted
 
 
 def write(evaluations: Results, passkeys: Results, out: str | Path, formats: list[str]) -> list[Path]:

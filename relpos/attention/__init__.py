@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from relpos.attention import blockwise, reference
+from relpos.attention import blockwise, reference, rotary
 from relpos.encodings import Encoding, build
 from relpos.errors import UserError, nearest
 from relpos.terms import Context, Layout, Rotation, Term
@@ -207,7 +207,7 @@ def attention(
     rotation, terms = prepare(encoding, layout, hidden, state, q.dtype)
     if encoding.head_dim != q.shape[-1] and (rotation is not None or encoding.rescores):
         raise UserError(f"{encoding.name} was built for heads of {encoding.head_dim} features and q has {q.shape[-1]}")
-    q, k = reference.apply_rotation(q, k, rotation)
+    q, k = rotary.apply_rotation(q, k, rotation)
     rescore = encoding.rescore if encoding.rescores else None
     return attend(q, k, v, terms, layout, scale=scale, rescore=rescore, impl=impl, return_weights=return_weights)
 

@@ -1,0 +1,249 @@
+"""Attention with every encoding beside the peers, in one run on one GPU.
+
+    python benchmarks/attention.py --out results/attention-h200.json
+
+Causal, bfloat16, 32,768 tokens a call, 12 heads of 64 (6 of 128), random data, medians of CUDA-event timings. The floor
+is stated with the result: FLOPs of the matrix products over the measured rate of a large bf16 product, bytes over the
+measured copy bandwidth, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+import relpos  # noqa: E402
+from relpos.encodings import build  # noqa: E402
+
+TOKENS = 32768
+OURS = [
+    "none", "rope", "alibi", "alibi:learn=true", "cable", "cable:form=unweighted", "cable:form=kernel",
+    "cable:form=softplus", "fox", "t5", "t5:form=clipped", "kerple", "kerple:form=power", "sandwich", "fire", "xpos",
+    "inkling",
+]  # fmt: skip
+
+
+def median_ms(run: Callable[[], object], budget_ms: float = 250.0) -> float:
+    """Median of event timings after a warm-up."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    once = (time.perf_counter() - start) * 1e3
+    count = int(min(100, max(7, budget_ms / max(once, 1e-3))))
+    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")  # larger than the L2
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for begin, end in events:
+        flush.zero_()
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(begin.elapsed_time(end) for begin, end in events)[count // 2]
+
+
+def peak_extra_mib(run: Callable[[], object]) -> float:
+    """Peak memory of one call beyond what was allocated before it."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def inputs(length: int, heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    batch = max(1, TOKENS // length)
+    q, k, v, do = (
+        torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
+    )
+    hidden = torch.randn(batch, length, heads * head_dim, device="cuda", dtype=torch.bfloat16)
+    for x in (q, k, v, hidden):
+        x.requires_grad_()
+    return q, k, v, do, hidden
+
+
+def ours(spec: str, impl: str = "fused"):
+    def make(q, k, v, do, hidden):
+        # The terms' own construction (projections, running sums) belongs to the call: it is timed too.
+        encoding = build(spec, heads=q.shape[1], head_dim=q.shape[-1]).cuda()
+        given = hidden if encoding.content else None
+
+        def call():
+            with torch.autocast("cuda", torch.bfloat16):
+                return relpos.attention(q, k, v, encoding, hidden=given, impl=impl)
+
+        return call, [*encoding.parameters()]
+
+    return make
+
+
+def sdpa(backend: SDPBackend):
+    def make(q, k, v, do, hidden):
+        def call():
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return call, []
+
+    return make
+
+
+def flex(kind: str):
+    def make(q, k, v, do, hidden):
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        compiled = torch.compile(flex_attention, dynamic=False)
+        B, H, T, _ = q.shape
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
+        parameters: list[torch.Tensor] = []
+        score_mod = None
+        if kind == "alibi":
+            slopes = torch.exp2(-8.0 * torch.arange(1, H + 1, device="cuda") / H)
+            score_mod = lambda s, b, h, i, j: s - slopes[h] * (i - j)  # noqa: E731
+        elif kind == "key":
+            key = torch.rand(B, H, T, device="cuda").cumsum(-1).requires_grad_()
+            parameters = [key]
+            score_mod = lambda s, b, h, i, j: s + (key[b, h, j] - key[b, h, i])  # noqa: E731
+        elif kind == "kerple":
+            a, p = (torch.rand(H, device="cuda", requires_grad=True) for _ in range(2))
+            parameters = [a, p]
+            score_mod = lambda s, b, h, i, j: s - p[h] * torch.log(1 + a[h] * (i - j).abs())  # noqa: E731
+
+        return lambda: compiled(q, k, v, score_mod=score_mod, block_mask=mask), parameters
+
+    return make
+
+
+def dense_t5(q, k, v, do, hidden):
+    encoding = build("t5", heads=q.shape[1], head_dim=q.shape[-1]).cuda()
+
+    def call():
+        bias = relpos.bias_matrix(encoding, q.shape[2]).to(q.dtype)[None].expand(q.shape[0], -1, -1, -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    return call, [*encoding.parameters()]
+
+
+def dense_cable(q, k, v, do, hidden):
+    return ours("cable", "reference")(q, k, v, do, hidden)
+
+
+PEERS = {
+    "flash (FA2), no bias": sdpa(SDPBackend.FLASH_ATTENTION),
+    "cuDNN, no bias": sdpa(SDPBackend.CUDNN_ATTENTION),
+    "FlexAttention, no bias": flex("none"),
+    "FlexAttention, ALiBi fixed": flex("alibi"),
+    "FlexAttention, key bias learned": flex("key"),
+    "FlexAttention, KERPLE learned": flex("kerple"),
+    "dense T5 (SDPA, bias matrix)": dense_t5,
+    "dense CABLE (plain PyTorch)": dense_cable,
+}
+SLOW = {"FlexAttention, KERPLE learned", "dense T5 (SDPA, bias matrix)", "dense CABLE (plain PyTorch)"}
+
+
+def measure(make, q, k, v, do, hidden) -> dict:
+    call, parameters = make(q, k, v, do, hidden)
+    leaves = [q, k, v, *[p for p in parameters if p.requires_grad]]
+    if make in ():
+        leaves.append(hidden)
+
+    def step():
+        torch.autograd.grad(call(), leaves, do)
+
+    with torch.no_grad():
+        forward = median_ms(call)
+    both = median_ms(step)
+    return {"forward_ms": forward, "both_ms": both, "extra_mib": peak_extra_mib(step)}
+
+
+def ceilings() -> dict:
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = median_ms(lambda: a @ b)
+    x = torch.randn(2**30, device="cuda")
+    y = torch.empty_like(x)
+    copy = median_ms(lambda: y.copy_(x))
+    return {"bf16_tflops": 2 * 8192**3 / product / 1e9, "copy_tb_s": 2 * x.numel() * 4 / copy / 1e9}
+
+
+def floor_ms(length: int, heads: int, head_dim: int, top: dict) -> dict:
+    """Forward has 2 matrix products per causal cell, backward 5; q, k, v, o and their gradients move once."""
+    cells = TOKENS * length / 2 * heads
+    flops = 7 * 2 * head_dim * cells
+    bytes_ = (3 + 1 + 5 + 3) * TOKENS * heads * head_dim * 2
+    return {"arithmetic_ms": flops / top["bf16_tflops"] / 1e9, "memory_ms": bytes_ / top["copy_tb_s"] / 1e9}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", default="512,1024,4096,16384,32768")
+    parser.add_argument("--head-dims", default="64,128")
+    parser.add_argument("--only", default="", help="names with ; between them")
+    parser.add_argument("--slow-up-to", type=int, default=4096, help="longest length for the peers that need minutes")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    only = [name for name in options.only.split(";") if name]
+    top = ceilings()
+    print(f"{torch.cuda.get_device_name()}: bf16 product {top['bf16_tflops']:.0f} TFLOP/s, copy {top['copy_tb_s']:.2f} TB/s")
+    rows = []
+    for head_dim in map(int, options.head_dims.split(",")):
+        heads = 768 // head_dim
+        for length in map(int, options.lengths.split(",")):
+            if head_dim != 64 and length not in (1024, 4096):
+                continue
+            table = {**PEERS, **{f"relpos {spec}": ours(spec) for spec in OURS}}
+            base = None
+            for name, make in table.items():
+                if only and name not in only and base is not None:
+                    continue
+                if name in SLOW and (length > options.slow_up_to or head_dim != 64):
+                    continue
+                given = inputs(length, heads, head_dim)
+                try:
+                    row = measure(make, *given)
+                except Exception as error:  # noqa: BLE001 - one peer that fails must not cost the others
+                    print(f"{name:34} {length:6} failed: {type(error).__name__}: {str(error)[:150]}", flush=True)
+                    torch.cuda.empty_cache()
+                    continue
+                base = base or row
+                row |= {"name": name, "length": length, "head_dim": head_dim, "heads": heads}
+                row["ratio"] = row["both_ms"] / base["both_ms"]
+                row["forward_ratio"] = row["forward_ms"] / base["forward_ms"]
+                rows.append(row)
+                print(
+                    f"{name:34} {length:6} d{head_dim:<4} fwd {row['forward_ms']:8.3f} ({row['forward_ratio']:5.2f})  "
+                    f"both {row['both_ms']:8.3f} ({row['ratio']:5.2f})  +{row['extra_mib']:7.0f} MiB",
+                    flush=True,
+                )
+    result = {
+        "what": "causal attention, forward and forward + backward, bfloat16, 32,768 tokens a call, medians",
+        "machine": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "relpos": relpos.__version__},
+        "ceilings": top,
+        "floors": [
+            {"length": n, "head_dim": d, **floor_ms(n, 768 // d, d, top)} for d in (64, 128) for n in (512, 1024, 4096, 16384, 32768)
+        ],
+        "rows": rows,
+    }
+    if options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.out).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -225,7 +225,21 @@ def test_it_compiles_without_a_break(case: Case) -> None:
         close(parameter.grad, expected[name], 1e-5)
 
 
-def test_it_compiles_with_inductor() -> None:
+def test_one_compiled_graph_serves_all_lengths() -> None:
+    torch._dynamo.reset()
+    model = gpt("cable", layers=1).train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for length in (9, 12, 16):
+        ids = tokens(2, length)
+        close(compiled(ids, labels=ids).loss, model(ids, labels=ids).loss)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+
+
+def test_it_compiles_with_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "compile_threads", 1)
     torch._dynamo.reset()
     model, ids = gpt("cable", layers=1), tokens(2, 9)
     compiled = torch.compile(model, fullgraph=True)

@@ -62,6 +62,7 @@ def test_sizes() -> None:
         "large": (36, 20, 64),
     }
     assert set(SIZES) == set(counts)
+    assert RelPosConfig.preset("nano", layers=2, heads=6).layer_encodings() == ["alibi"] * 2
     for size, expected in counts.items():
         c = RelPosConfig.preset(size, encoding="cable")
         assert (c.layers, c.heads, c.head_dim) == expected
@@ -360,6 +361,7 @@ def test_accumulated_steps_count_tokens_not_batches(tmp_path: Path) -> None:
         (lambda: config("learned", max_position_embeddings=9), "1024 rows"),
         (lambda: gpt(hidden_act="gelo"), "Did you mean 'gelu'"),
         (lambda: RelPosConfig.preset("smal"), "Did you mean 'small'"),
+        (lambda: RelPosConfig.preset("nano", dropuot=0.1), "Did you mean 'dropout'"),
         (lambda: RelPosForMaskedLM(config("fox")), "causal"),
         (lambda: gpt().set_impl("quick"), "Known: auto"),
         (lambda: gpt(impl="fused")(IDS), "cannot run here"),

@@ -7,7 +7,7 @@ tools take as a cap, exists only where an encoding holds a table that really end
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -178,8 +178,13 @@ class RelPosConfig(PreTrainedConfig):
         be a file (`"./mine.py:opt=1"`): it is imported, and the config holds its name."""
         if size not in SIZES:
             raise UserError(f"there is no size {size!r}.{nearest(str(size), SIZES)}")
+        known = [field.name for field in fields(cls)] + list(cls.attribute_map)
+        for name in overrides:
+            if name not in known:  # the constructor itself, as all of transformers, takes any name
+                raise UserError(f"a config has no field {name!r}.{nearest(name, known)}")
         specs = [encoding] if isinstance(encoding, str) else list(encoding)
         named = [_by_name(spec) for spec in specs]
+        overrides = {cls.attribute_map.get(name, name): value for name, value in overrides.items()}
         settings: dict[str, Any] = {**asdict(SIZES[size]), **overrides}
         return cls(encoding=named[0] if isinstance(encoding, str) else named, **settings)
 

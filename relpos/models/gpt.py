@@ -194,12 +194,29 @@ class RelPosForCausalLM(RelPosGPT, GenerationMixin):
         """None: we count positions from the mask ourselves. Positions that a user gives to `generate` are used."""
         return None
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
         # generate makes a mask of ones where nobody gave one. Outside the compiled forward we may look, once per text.
         mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
         if mask is not None:
-            first = kwargs.get("is_first_iteration") or not hasattr(cache, "unpadded")
+            first = is_first_iteration or not hasattr(cache, "unpadded")
             unpadded = bool(mask.all()) if first else cache.unpadded
             if cache is not None:
                 cache.unpadded = unpadded

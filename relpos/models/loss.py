@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100  # the label of a token that does not count
-CELLS = 1 << 26  # logits held at once
+CELLS = 1 << 26  # logits held at once: 256 MiB in float32, and a few temporaries of that size
 
 
 def shifted(labels: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -59,8 +59,12 @@ def _flat(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) 
     return hidden.flatten(0, -2), weight, bias, targets.flatten()
 
 
-def _rows(weight: Tensor) -> int:
-    return max(1, CELLS // weight.shape[0])
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Rows of hidden [N, D] whose logits are held together."""
+    step = max(1, CELLS // weight.shape[0])
+    step -= step % 128 if step > 128 else 0  # whole tiles of a matmul
+    # Written so that a compiled graph depends on the number of chunks and not on N.
+    return [slice(n * step, (n + 1) * step) for n in range(-(-hidden.shape[0] // step))]
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
@@ -73,8 +77,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, ta
 def token_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
     """Cross entropy of every target, float32 of the shape of `targets`; 0 where the target is IGNORE."""
     hidden, weight, bias, flat = _flat(hidden, weight, bias, targets)
-    step = _rows(weight)
-    parts = [_chunk(hidden[i : i + step], weight, bias, flat[i : i + step])[0] for i in range(0, hidden.shape[0], step)]
+    parts = [_chunk(hidden[rows], weight, bias, flat[rows])[0] for rows in _chunks(hidden, weight)]
     return torch.cat(parts).view(targets.shape)
 
 
@@ -95,19 +98,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if grad else None
         d_weight = torch.zeros_like(weight, dtype=wide) if grad else None
         d_bias = torch.zeros_like(bias, dtype=wide) if grad and bias is not None else None
-        step = _rows(weight)
-        for i in range(0, hidden.shape[0], step):
-            h, t = hidden[i : i + step], targets[i : i + step]
+        for rows in _chunks(hidden, weight):
+            h, t = hidden[rows], targets[rows]
             losses, logits, lse = _chunk(h, weight, bias, t)
             total += losses.sum()
             if d_hidden is not None and d_weight is not None:
-                d = (logits - lse[:, None]).exp()
-                d = d.scatter_add(-1, t.clamp(min=0)[:, None], torch.full_like(lse, -1.0)[:, None])
-                d = torch.where((t == IGNORE)[:, None], 0.0, d)
+                d = logits.sub_(lse[:, None]).exp_()  # softmax - one-hot
+                d.scatter_add_(-1, t.clamp(min=0)[:, None], torch.full_like(lse, -1.0)[:, None])
+                d.masked_fill_((t == IGNORE)[:, None], 0.0)
                 if d_bias is not None:
                     d_bias += d.sum(0)
                 d = d.to(h.dtype)
-                d_hidden[i : i + step] = d @ weight
+                d_hidden[rows] = d @ weight
                 d_weight += d.T @ h
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)

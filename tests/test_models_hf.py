@@ -97,6 +97,31 @@ def test_a_length_cap_exists_only_with_a_table() -> None:
     assert not hasattr(c, "max_position_embeddings")
 
 
+@torch.no_grad()
+def test_rope_settings_in_both_spellings() -> None:
+    """Against the frequencies that transformers computes from the same settings."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+    v5 = config("rope", hidden_size=96, rope_parameters={**scaling, "rope_theta": 500.0})
+    old = {"type": "yarn", **{key: value for key, value in scaling.items() if key != "rope_type"}}
+    v4 = config("rope", hidden_size=96, rope_scaling=old, rope_theta=500.0)
+    for c in (v4, v5):
+        llama = LlamaConfig(hidden_size=96, num_attention_heads=12, rope_parameters={**scaling, "rope_theta": 500.0})
+        theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](llama, "cpu")
+        ours = c.build(c.encoding)
+        torch.testing.assert_close(torch.tensor(ours.yarn()), theirs)
+        assert ours.attention_factor() == pytest.approx(factor)
+        assert not hasattr(c, "rope_scaling") and not hasattr(c, "rope_parameters")
+    lists = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+    mixed = config(["rope", "alibi"], rope_parameters=lists)
+    assert mixed.build(mixed.encoding[0]).long_factor == (2.0, 3.0) and mixed.encoding[1] == "alibi"
+    assert config("rope", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}).build("rope").base == 10000
+    with pytest.raises(UserError, match="no layer has encoding='rope'"):
+        config("alibi", rope_theta=500.0)
+
+
 def test_an_encoding_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "steep.py"
     file.write_text(
@@ -375,6 +400,7 @@ def test_accumulated_steps_count_tokens_not_batches(tmp_path: Path) -> None:
         (lambda: gpt().generate(IDS, cache_implementation="static", max_new_tokens=2), "DynamicCache"),
         (lambda: gpt().gradient_checkpointing_enable({"use_reentrant": True}), "use_reentrant"),
         (lambda: RelPosForCausalLM.from_pretrained("./nowhere"), "no checkpoint folder"),
+        (lambda: RelPosForCausalLM.from_pretrained("tests/nowhere"), "no checkpoint folder"),
         (lambda: RelPosForCausalLM.from_gpt2("./nowhere"), "nowhere"),
     ],
 )

@@ -22,7 +22,7 @@ so a padded or packed text gets the numbers it gets alone. Frequencies are never
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -235,3 +235,19 @@ class RoPE(Encoding):
         # [B, Tk, R] -> the rows of the queries
         q_cos, q_sin = (layout.at_queries(x.transpose(1, 2)).transpose(1, 2) for x in (cos, sin))
         return Rotation(q_cos, q_sin, cos, sin, interleaved=self.layout == "interleaved")
+
+    @classmethod
+    def spec_of(cls, settings: dict[str, Any]) -> str:
+        """The spec for Hugging Face's settings: `rope_parameters` (v5), or `rope_scaling` and `rope_theta` (v4)."""
+        names = {"rope_theta": "base", "rope_type": "scaling", "type": "scaling", "partial_rotary_factor": "partial"}
+        words: dict[Any, str] = {"default": "none", True: "true", False: "false"}
+        options: dict[str, str] = {}
+        for key, value in settings.items():
+            if value is None:
+                continue
+            if isinstance(value, (list, tuple)):
+                text = ";".join(map(repr, value))
+            else:
+                text = words[value] if isinstance(value, (bool, str)) and value in words else str(value)
+            options[names.get(key, key)] = text
+        return "rope:" + ",".join(f"{key}={value}" for key, value in options.items()) if options else "rope"

@@ -8,13 +8,13 @@ tools take as a cap, exists only where an encoding holds a table that really end
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig
 
 from relpos.attention import IMPLEMENTATIONS
-from relpos.encodings import Encoding, build, load_file, parse
+from relpos.encodings import Encoding, build, get, load_file, parse
 from relpos.errors import UserError, nearest
 
 FORMAT_VERSION = 1  # of config.json; raised when an older relpos would misread it
@@ -85,7 +85,13 @@ class RelPosConfig(PreTrainedConfig):
                 f"reads up to {FORMAT_VERSION}. Upgrade relpos to load it"
             )
         table = kwargs.pop("max_position_embeddings", None)
+        rope: dict[str, Any] = {}
+        for key in ("rope_parameters", "rope_scaling"):  # v5's and v4's name for the same thing
+            rope |= kwargs.pop(key, None) or {}
+        rope |= {key: kwargs.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in kwargs}
         super().__post_init__(**kwargs)
+        if rope:
+            self._take_rope(rope)
         self.settle(table)
 
     def settle(self, table: int | None = None) -> None:
@@ -117,6 +123,18 @@ class RelPosConfig(PreTrainedConfig):
             raise UserError(f"dropout must be in [0, 1), not {self.dropout!r}")
         check_impl(self.impl)
         self.layer_encodings()
+
+    def _take_rope(self, settings: dict[str, Any]) -> None:
+        """Put Hugging Face's rope settings into the spec of every layer that has a rope without options."""
+        rope = cast(Any, get("rope"))
+        specs = self.layer_encodings()
+        if rope.name not in specs:
+            raise UserError(
+                f"rope settings {settings} are given and no layer has encoding={rope.name!r} to take them; the "
+                f"encoding is {self.encoding!r}"
+            )
+        taken = [rope.spec_of(settings) if spec == rope.name else spec for spec in specs]
+        self.encoding = taken[0] if isinstance(self.encoding, str) else taken
 
     def _take_table(self, given: int | None) -> None:
         """Set `max_position_embeddings` where an encoding has a table, and only there."""

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 def source_model(source: str | Path | PreTrainedModel, kind: str, auto: str) -> PreTrainedModel:
     """A transformers model of the type `kind`, given or loaded from a folder or a name on the hub."""
     if not isinstance(source, PreTrainedModel):
+        if missing_folder(source):
+            raise UserError(f"there is no folder {str(source)!r} to load a {kind} model from")
         try:
             source = getattr(transformers, auto).from_pretrained(source)
         except (OSError, ValueError, RuntimeError) as error:
@@ -27,6 +29,17 @@ def source_model(source: str | Path | PreTrainedModel, kind: str, auto: str) -> 
     if source.config.model_type != kind:
         raise UserError(f"this takes the weights of a {kind} model, not of a {source.config.model_type}")
     return source
+
+
+def missing_folder(path: Any) -> bool:
+    """Whether a path that does not exist was meant as a folder, and not as a name on the hub."""
+    text, parent = str(path), Path(path).parent
+    return not Path(path).exists() and (
+        isinstance(path, Path)
+        or text.startswith((".", "/", "~"))
+        or text.count("/") > 1
+        or ("/" in text and parent.exists())
+    )
 
 
 class Copy:

@@ -28,6 +28,7 @@ from relpos.encodings import Encoding
 from relpos.errors import UserError, nearest
 from relpos.models.cache import RelPosCacheLayer, adopt
 from relpos.models.config import RelPosConfig, check_impl
+from relpos.models.convert import missing_folder
 from relpos.terms import Context, Layout, Rotation, Term
 
 
@@ -328,7 +329,8 @@ class RelPosPreTrainedModel(PreTrainedModel):
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             if "ignore_mismatched_sizes" in reason:
                 reason = "its weights have other shapes than its config.json says (listed above)"
-            raise UserError(f"the checkpoint {str(path)!r} cannot be loaded: {reason}") from error
+            here = "" if Path(path).exists() else ", and there is no folder of that name"
+            raise UserError(f"the checkpoint {str(path)!r} cannot be loaded: {reason}{here}") from error
         lost = sorted(info["missing_keys"])
         if lost:
             raise UserError(
@@ -402,7 +404,7 @@ def _check_folder(cls: type[PreTrainedModel], path: Any, subfolder: str) -> dict
         return {}
     folder = Path(path) / subfolder
     if not folder.exists():
-        if str(path).count("/") > 1 or str(path).startswith((".", "/", "~")) or Path(path).exists():
+        if missing_folder(path) or Path(path).exists():
             raise UserError(f"there is no checkpoint folder {str(folder)!r}")
         return {}
     if folder.is_file():

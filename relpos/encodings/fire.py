@@ -38,8 +38,8 @@ class Fire(Encoding):
         self.length = length
         self.inner = nn.Linear(1, width)
         self.outer = nn.Linear(width, heads)
-        self.c = nn.Parameter(torch.empty(()))
-        self.multiplier = nn.Parameter(torch.empty(()))
+        self.c = nn.Parameter(torch.empty(1))  # [1], not []: fully_shard takes no scalar
+        self.multiplier = nn.Parameter(torch.empty(1))
 
     def reset_parameters(self) -> None:
         for linear in (self.inner, self.outer):
@@ -65,7 +65,7 @@ class Fire(Encoding):
         return knots, slope, offset
 
     def terms(self, ctx: Context) -> list[Term]:
-        rate = wide(self.c).abs()[None]
+        rate = wide(self.c).abs()
         limit = (wide(self.multiplier) * self.length).abs()
         positions = ctx.layout.q_positions().to(rate.dtype)
         rho = 1 / (torch.log1p(rate * torch.maximum(limit, positions)) + EPS)

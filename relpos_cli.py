@@ -211,11 +211,11 @@ def train(
     overwrite: Annotated[bool, typer.Option(help="Replace the run in --out.")] = False,
     config: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="A field of the model's config, on top of the size; may be given again."),
+        typer.Option(metavar="KEY=VALUE", help="A field of the model's config; may be given again."),
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A field of transformers.TrainingArguments; may be given again."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Any field of TrainingArguments; may be given again."),
     ] = None,
 ) -> None:
     """Train a model with any encoding. With no arguments: a small one, on this machine, in a few minutes."""
@@ -223,7 +223,7 @@ def train(
     from relpos.training import train as run
     from relpos.training.presets import parse_config, parse_overrides
 
-    values = {k: str(v) if isinstance(v, Path) else v for k, v in context.params.items()}
+    values: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in context.params.items()}
     values["overrides"] = parse_overrides(values.pop("set_") or [])
     values["config"] = parse_config(values["config"] or [])
     again, replace = values.pop("resume"), values.pop("overwrite")

@@ -46,7 +46,9 @@ class Family:
     title: str
     modules: Callable[[Any], list[nn.Module]]  # the attention of every layer
     terms: Callable[[nn.Module, dict[str, Any], int], list[Term]] | None = None  # of a layer, from its call
-    project: Callable[[nn.Module, tuple, dict[str, Any]], tuple[Tensor, Tensor, float]] | None = None  # off the interface
+    project: Callable[[nn.Module, tuple, dict[str, Any]], tuple[Tensor, Tensor, float]] | None = (
+        None  # off the interface
+    )
     limit: Callable[[Any], int] | None = None  # the longest text it can read, from its config
     positional: bool = False  # the bias does not depend on the text
 
@@ -150,7 +152,9 @@ FAMILIES: dict[str, Family] = {
     "mt5": Family("mT5", _t5_modules, _t5_terms, positional=True),
     "umt5": Family("UMT5", _t5_modules, _t5_terms, positional=True),
     "bloom": Family("BLOOM", _layers("h.*.self_attention"), _bloom_terms, _bloom_project, positional=True),
-    "mpt": Family("MPT", _layers("blocks.*.attn"), _mpt_terms, _mpt_project, limit=lambda c: c.max_seq_len, positional=True),
+    "mpt": Family(
+        "MPT", _layers("blocks.*.attn"), _mpt_terms, _mpt_project, limit=lambda c: c.max_seq_len, positional=True
+    ),
     "falcon": Family("Falcon", _layers("h.*.self_attention"), _falcon_terms, _falcon_project),
     "gpt2": Family("GPT-2", _layers("h.*.attn"), limit=lambda c: c.n_positions),
     "llama": Family("Llama", _LLAMA_LIKE),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +74,8 @@ def from_model(
         tokens=ids.to(torch.int32) if told else None,
         pieces=pieces,
         provenance={
-            "model": str(config.model_type) if folder is None else folder.resolve().name,
+            "model": _described(body, heads, count, folder),
+            **({"encoding": " | ".join(dict.fromkeys(config.layer_encodings()))} if ours else {}),
             **(run_facts(folder) if folder is not None else {}),
             **({"text": told} if told else {"note": "no text: the bias does not depend on one"}),
             **(provenance or {}),
@@ -85,13 +89,37 @@ def from_model(
     return made
 
 
+def capture_run(
+    run: str | Path,
+    out: str | Path,
+    *,
+    text: str | Path | None = None,
+    layers: str = "last",
+    length: int = 512,
+    content: bool = False,
+    half: bool = False,
+    note: str | None = None,
+) -> Capture:
+    """What `relpos capture` does: capture a model folder into a file."""
+    wanted: str | list[int] = layers
+    if layers not in ("last", "all"):
+        try:
+            wanted = [int(part) for part in layers.split(",")]
+        except ValueError:
+            raise UserError(f"layers are 'last', 'all' or numbers such as 0,3,11, not {layers!r}") from None
+    told = {"note": note} if note else {}
+    out = Path(out)
+    name = out.name.removesuffix(".safetensors")
+    made = from_model(Path(run), text=text, length=length, layers=wanted, content=content, name=name, provenance=told)
+    made.save(out, half=half)
+    return made
+
+
 # Loading.
 
 
 def load_model(folder: Path) -> nn.Module:
     """A model from a folder, in float32 on the CPU. Nothing is downloaded and no code from the folder runs."""
-    from transformers import AutoConfig, AutoModel
-
     if not folder.is_dir():
         raise UserError(f"there is no folder {str(folder)!r}: expected a model that save_pretrained wrote")
     if not (folder / "config.json").is_file():
@@ -101,6 +129,27 @@ def load_model(folder: Path) -> nn.Module:
     except ValueError as error:
         raise UserError(f"{str(folder / 'config.json')!r} is not valid JSON ({error})") from None
     kind = raw.get("model_type", "")
+    with quiet():
+        return _load(folder, kind)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bar for weights that load in a moment."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _load(folder: Path, kind: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModel
+
     ours = {cls.config_class.model_type: cls for cls in (RelPosForCausalLM, RelPosForMaskedLM)}
     if kind in ours:
         return ours[kind].from_pretrained(folder)
@@ -132,6 +181,12 @@ def _title(body: Any, folder: Path | None, family: families.Family | None) -> st
     if family is not None:
         return family.title
     return ", ".join(dict.fromkeys(title_of(encoding) for encoding in body.encodings))
+
+
+def _described(body: Any, heads: int, count: int, folder: Path | None) -> str:
+    """One line about a model: what it is called and how large it is."""
+    name = body.config.model_type if folder is None else folder.resolve().name
+    return f"{name}, {count} layers of {heads} heads, {sum(p.numel() for p in body.parameters()):,} parameters"
 
 
 # Text.
@@ -232,12 +287,30 @@ def _keep_parameters(made: Capture, body: Any) -> None:
     for number, encoding in enumerate(body.encodings):
         for key, value in encoding.state_dict().items():
             made.parameters[f"{number}.{key}"] = value.detach().float().cpu().clone()
-    made.provenance.setdefault("encoding", " | ".join(dict.fromkeys(made.specs)))
 
 
 def run_facts(folder: Path) -> dict[str, Any]:
-    """What a run folder says about how its model was made."""
-    return {}
+    """What a run folder says about how its model was made: recipe, data, steps, perplexity, commit. Empty for a model
+    that was not trained with `relpos train`. A checkpoint inside a run has the run's recipe and its own step."""
+    match = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name)
+    path = (folder.resolve().parent if match else folder) / "run.json"
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        settings, spread = run["settings"], run["spread"]
+        facts: dict[str, Any] = {
+            "recipe": f"{settings['size']} at length {spread['length']}, {run['tokens_per_step']:,} tokens a step, "
+            f"seed {settings['seed']}",
+            "data": f"{Path(run['data']['folder']).name} ({run['data']['tokenizer']['name']} tokens)",
+            "steps": int(match.group(1)) if match else run["steps"],
+        }
+        loss = run.get("validation_loss")
+        if loss is not None and not match:
+            facts["perplexity"] = f"{math.exp(loss):.2f} per token, validation"
+        if run.get("git"):
+            facts["commit"] = run["git"]["commit"][:10] + (" with changes" if run["git"]["changed"] else "")
+        return facts
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _layers(wanted: str | Sequence[int], count: int) -> list[int]:

@@ -6,7 +6,7 @@ rotated q and k where they matter, and the trained positional parameters of ever
 
 - `bias`: what position adds to the scaled score (for encodings that rescore, the new score minus the plain one);
 - `scores`: the content score `q . k * scale`, after rotation, before bias and mask;
-- `weights`: the softmax of both together.
+- `weights`: the softmax of both together, or of the bias alone where q and k are not held.
 
 Masked cells are `-inf` in all three, so that a picture leaves them blank. The file is safetensors;
 docs/capture.md fixes its keys.
@@ -129,10 +129,16 @@ class Capture:
         encoding = self.encoding(layer)
         return encoding is not None and encoding.additive
 
+    def has_content(self, layer: int = -1) -> bool:
+        """Whether q and k of a layer are held: without them there are no scores, and weights are those of the bias."""
+        held = self.layers.get(self.index(layer))
+        return held is not None and held.q is not None and held.k is not None
+
     def default_kind(self, layer: int = -1) -> str:
         return "bias" if self.has_bias(layer) else "scores"
 
     def check(self, kind: str, layer: int, length: int) -> None:
+        """Raise UserError where this map cannot be made."""
         if kind not in KINDS:
             raise UserError(f"there is no kind of map {kind!r}.{nearest(kind, KINDS)}")
         if not 1 <= length <= MAX_LENGTH:
@@ -142,8 +148,7 @@ class Capture:
             raise UserError(
                 f"{self.title} adds nothing to the scores: draw kind 'scores' or 'weights' instead of 'bias'"
             )
-        needs_content = kind != "bias" or self.rescores(layer)
-        if needs_content and (held.q is None or held.k is None):
+        if (kind == "scores" or self.rescores(layer)) and (held.q is None or held.k is None):
             raise UserError(
                 f"this capture of {self.title} holds no q and k for layer {layer}, which {kind} need: capture the "
                 "model again with --content, or draw from the model itself"

@@ -1,136 +1,346 @@
-"""All drawing: encodings, captures and models in; PNG, PDF, SVG and the numbers behind them out."""
+"""All drawing: encodings, captures and models in; PNG, PDF, SVG and the numbers behind them out.
+
+`figure` returns a matplotlib Figure, `write` writes files; both take the arguments of `relpos figure`. The views:
+
+- `maps`: one map per head (bias, scores or weights), the layout of the CABLE paper's figures 8 to 15;
+- `profile`: the map against distance, one line per head; `window`: effective window and entropy per head;
+- `difference`: the second source minus the first; `training`: the same heads at every checkpoint of a run.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from relpos import capture as captures
-from relpos import encodings
 from relpos.capture import Capture
 from relpos.errors import UserError, nearest
 from relpos.figures import maps as _maps
+from relpos.figures import profile as _profile
 from relpos.figures import sheet as _sheet
+from relpos.figures import training as _training
+from relpos.figures import window as _window
+from relpos.figures.maps import Maps
+from relpos.figures.sources import Source, checkpoints, parse_heads, resolve, shipped
 from relpos.figures.style import Figure
 
+__all__ = ["FORMATS", "VIEWS", "Figure", "Options", "figure", "write"]
+
 FORMATS = ("png", "pdf", "svg")
+VIEWS = ("maps", "profile", "window", "difference", "training")
+MAX_CHECKPOINTS = 6
+DPI = 150
+
+_EXPLAINED = {
+    "bias": "The bias position adds to the scaled scores",
+    "scores": "Scores q.k/sqrt(D) after rotation, before bias and mask",
+    "weights": "Attention weights, logarithmic colours",
+}
 
 
-def source(what: str | Path | Capture, *, length: int = 512) -> Capture:
-    """A capture from whatever the user named."""
-    if isinstance(what, Capture):
-        return what
-    path = Path(what)
-    if path.is_file() and path.suffix == ".safetensors":
-        return captures.load(path)
-    return captures.from_spec(str(what), length=length)
+@dataclass(frozen=True)
+class Options:
+    """What can be asked of a picture, checked once."""
+
+    layer: int = -1
+    heads: str | Sequence[int] = "all"  # from 1, as pictures number them
+    kind: str | None = None  # None: bias where there is one, else scores
+    text: str | Path | None = None
+    tokens: Any = None
+    length: int | None = None
+    view: str = "maps"
+    shared: bool = False  # one colour range for all heads
+    formats: tuple[str, ...] = ("png", "pdf")
+
+    def __post_init__(self) -> None:
+        if self.kind is not None and self.kind not in captures.KINDS:
+            raise UserError(f"there is no kind of map {self.kind!r}.{nearest(self.kind, captures.KINDS)}")
+        if self.view not in VIEWS:
+            raise UserError(f"there is no view {self.view!r}.{nearest(self.view, VIEWS)}")
+        for one in self.formats:
+            if one not in FORMATS:
+                raise UserError(f"there is no picture format {one!r}.{nearest(one, FORMATS)}")
+        if self.length is not None and not 1 <= self.length <= captures.MAX_LENGTH:
+            raise UserError(f"length must be between 1 and {captures.MAX_LENGTH}, not {self.length}")
 
 
-def defaults() -> list[str]:
-    """What `relpos figure` draws when nothing is named: every encoding that adds a bias, at its initial parameters."""
-    return [name for name in encodings.names() if encodings.get(name).additive]
+@dataclass
+class Drawn:
+    """A picture, its file name, and the numbers that go beside it."""
+
+    fig: Figure
+    name: str
+    numbers: dict[str, np.ndarray]
+    capture: Capture
+    maps: Maps | None = field(default=None)
 
 
-def collect(
-    held: Capture, *, layer: int = -1, heads: Sequence[int] | None = None, kind: str | None = None, length: int = 512
-) -> _maps.Maps:
-    kind = kind or held.default_kind(layer)
-    chosen = list(range(held.heads)) if heads is None else list(heads)
-    block = max(1, -(-length // _maps.PIXELS))
-    step = max(block, captures.CELLS // (len(chosen) * length) // block * block)
-    maps = _maps.collect(held.rows(kind, layer, chosen, length, step), chosen, length, kind)
-    number = held.index(layer)
-    where = "" if held.num_layers == 1 else f", layer {number} of {held.num_layers}"
-    maps.title = f"{held.title}: {kind}{where}"
-    maps.caption = ". ".join(f"{key}: {value}" for key, value in held.provenance.items() if value not in (None, ""))
-    if maps.block > 1:
-        maps.caption += f". Each pixel is the mean of {maps.block} x {maps.block} cells; the colours span the full map"
-    return maps
+# Sources and what is said about them.
 
 
-def parse_formats(text: str | Iterable[str]) -> list[str]:
-    wanted = [part.strip().lower() for part in (text.split(",") if isinstance(text, str) else text)]
-    for one in wanted:
-        if one not in FORMATS:
-            raise UserError(f"there is no picture format {one!r}.{nearest(one, FORMATS)}")
-    return wanted
+def _open(what: Source, options: Options) -> Capture:
+    return resolve(what, text=options.text, tokens=options.tokens, length=options.length, layers=[options.layer])
 
 
-def write(
-    sources: Sequence[str | Path | Capture] = (),
-    *,
-    out: str | Path = "figures",
-    layer: int = -1,
-    heads: Sequence[int] | None = None,
-    kind: str | None = None,
-    length: int = 512,
-    format: str | Iterable[str] = "png,pdf",
-) -> list[Path]:
-    """Draw every source into a folder. Returns the files."""
-    wanted = parse_formats(format)
+def _length(held: Capture, options: Options) -> int:
+    return options.length or held.length
+
+
+def _name(held: Capture, options: Options, kind: str, suffix: str = "") -> str:
+    number = held.index(options.layer)
+    name = held.name + ("" if number == held.num_layers - 1 else f"-layer-{number}")
+    return name + ("" if kind == held.default_kind(options.layer) else f"-{kind}") + suffix
+
+
+def _title(held: Capture, options: Options, what: str) -> str:
+    number = held.index(options.layer)
+    where = "" if held.num_layers == 1 else f", layer {number + 1} of {held.num_layers}"
+    return f"{held.title}: {what}{where}"
+
+
+def provenance(held: Capture) -> str:
+    """Where a capture comes from, for a caption."""
+    return "; ".join(f"{key}: {value}" for key, value in held.provenance.items() if value not in (None, "", {}, []))
+
+
+def collect(held: Capture, options: Options, kind: str | None = None, pixels: int = _maps.PIXELS) -> Maps:
+    """The maps of a capture, ready to draw."""
+    kind = kind or options.kind or held.default_kind(options.layer)
+    length = _length(held, options)
+    held.check(kind, held.index(options.layer), length)
+    heads = parse_heads(options.heads, held.heads_of(options.layer))
+    block = max(1, -(-length // pixels))
+    step = max(block, captures.CELLS // (len(heads) * length) // block * block)
+    made = _maps.collect(held.rows(kind, options.layer, heads, length, step), heads, length, kind, pixels)
+    made.title = _title(held, options, kind)
+    alone = " of the bias alone, without content" if kind == "weights" and not held.has_content(options.layer) else ""
+    made.caption = f"{_EXPLAINED[kind]}{alone}. {provenance(held)}."
+    if made.block > 1:
+        made.caption += (
+            f" {length} tokens: each pixel is the mean of {made.block} x {made.block} cells, the colours span the "
+            "range of the full map."
+        )
+    return made
+
+
+def _numbers(held: Capture, count: int, **values: Any) -> dict[str, np.ndarray]:
+    """A sidecar: the numbers, the tokens, the provenance."""
+    tokens = np.zeros(0, np.int32) if held.tokens is None else held.tokens.numpy()[:count]
+    facts = json.dumps({"title": held.title, **held.provenance}, default=str)
+    return {key: np.asarray(value) for key, value in values.items()} | {"tokens": tokens, "provenance": np.array(facts)}
+
+
+# Views.
+
+
+def _draw_maps(held: Capture, options: Options) -> Drawn:
+    made = collect(held, options)
+    numbers = _numbers(
+        held, made.length, **{made.kind: made.array()}, heads=np.array(made.heads) + 1, low=made.low, high=made.high,
+        block=made.block, length=made.length,
+    )  # fmt: skip
+    fig = _maps.draw(made, shared=options.shared)
+    return Drawn(fig, _name(held, options, made.kind), numbers, held, made)
+
+
+def _rows(held: Capture, options: Options, kind: str) -> tuple[list[int], int, Any]:
+    length = _length(held, options)
+    heads = parse_heads(options.heads, held.heads_of(options.layer))
+    return heads, length, held.rows(kind, options.layer, heads, length)
+
+
+def _draw_profile(held: Capture, options: Options) -> Drawn:
+    kind = options.kind or held.default_kind(options.layer)
+    heads, length, rows = _rows(held, options, kind)
+    made = _profile.collect(rows, heads, length, kind)
+    band = " Bands: one standard deviation over the pairs of tokens at that distance." if made.spread.any() else ""
+    caption = f"{_EXPLAINED[kind].split(',')[0]}, mean over the text.{band} {provenance(held)}."
+    fig = _profile.draw(made, _title(held, options, f"{kind} against distance"), caption)
+    numbers = _numbers(
+        held, length, distances=made.distances, mean=made.mean, spread=made.spread, heads=np.array(heads) + 1
+    )
+    return Drawn(fig, _name(held, options, kind, "-profile"), numbers, held)
+
+
+def _draw_window(held: Capture, options: Options) -> Drawn:
+    heads, length, rows = _rows(held, options, "weights")
+    made = _window.collect(rows, heads, length)
+    caption = (
+        f"Means over the queries of the second half of {length} tokens; lines: one standard deviation. "
+        f"{'' if held.has_content(options.layer) else 'Weights of the bias alone, without content. '}{provenance(held)}."
+    )
+    fig = _window.draw(made, _title(held, options, "window and entropy"), caption)
+    numbers = _numbers(held, length, window=made.window, entropy=made.entropy, heads=np.array(heads) + 1)
+    return Drawn(fig, _name(held, options, held.default_kind(options.layer), "-window"), numbers, held)
+
+
+def _draw_difference(first: Capture, second: Capture, options: Options) -> Drawn:
+    kind = options.kind or second.default_kind(options.layer)
+    if options.length is None:
+        length = min(first.length, second.length)
+        options = Options(**{**vars(options), "length": length})
+    a, b = collect(first, options, kind), collect(second, options, kind)
+    if a.heads != b.heads:
+        raise UserError(f"{first.name} has {len(a.heads)} heads and {second.name} {len(b.heads)}: nothing to compare")
+    values = b.values - a.values
+    size = np.nanmax(np.abs(values), axis=(1, 2))
+    made = Maps("difference", a.heads, a.length, values, -size, size, a.block)
+    made.title = _title(second, options, f"{kind}, {second.name} minus {first.name}")
+    made.caption = f"First: {provenance(first)}. Second: {provenance(second)}."
+    if made.block > 1:
+        made.caption += f" Each pixel is the mean of {made.block} x {made.block} cells."
+    numbers = _numbers(second, a.length, difference=made.array(), heads=np.array(a.heads) + 1)
+    return Drawn(_maps.draw(made, shared=options.shared), f"{second.name}-minus-{first.name}", numbers, second, made)
+
+
+def _draw_training(folder: Path, options: Options) -> Drawn:
+    found = checkpoints(folder)
+    if not found:
+        raise UserError(f"{str(folder)!r} holds no checkpoints: expected folders checkpoint-100, checkpoint-200, ...")
+    if len(found) > MAX_CHECKPOINTS:  # evenly spaced, first and last among them
+        picks = np.linspace(0, len(found) - 1, MAX_CHECKPOINTS).round().astype(int)
+        found = [found[pick] for pick in picks]
+    held = [_open(path, options) for _, path in found]
+    drawn = [collect(one, options) for one in held]
+    steps = [step for step, _ in found]
+    last = held[-1]
+    last.name = folder.resolve().name
+    title = _title(last, options, f"{drawn[0].kind} through training")
+    caption = f"One colour range for each head. {provenance(last)}."
+    numbers = _numbers(
+        last, drawn[0].length, **{drawn[0].kind: np.stack([one.array() for one in drawn])}, steps=steps,
+        heads=np.array(drawn[0].heads) + 1,
+    )  # fmt: skip
+    fig = _training.draw(steps, drawn, title, caption)
+    return Drawn(fig, _name(last, options, drawn[0].kind, "-training"), numbers, last)
+
+
+def _draw(sources: Sequence[Source], options: Options) -> Iterable[Drawn]:
+    """One picture per source; the difference takes two, the default is what ships."""
+    if options.view == "difference":
+        if len(sources) != 2:
+            raise UserError(f"the difference view takes two sources, first and second, not {len(sources)}")
+        yield _draw_difference(_open(sources[0], options), _open(sources[1], options), options)
+        return
+    for what in sources:
+        if options.view == "training":
+            if not isinstance(what, (str, Path)) or not Path(what).is_dir():
+                raise UserError(f"the training view takes a run folder with checkpoints, not {what!s}")
+            yield _draw_training(Path(what), options)
+            continue
+        view = {"maps": _draw_maps, "profile": _draw_profile, "window": _draw_window}[options.view]
+        yield view(_open(what, options), options)
+
+
+def _sheet_of(drawn: Sequence[Drawn]) -> Figure:
+    caption = "One row per encoding, one map per head, each with its own colours. " + _common(
+        [d.capture for d in drawn]
+    )
+    return _sheet.draw([d.maps for d in drawn if d.maps is not None], [d.capture.title for d in drawn], caption.strip())
+
+
+def _common(held: Sequence[Capture]) -> str:
+    """What all captures of a sheet have in common."""
+    first = held[0].provenance
+    same = {k: v for k, v in first.items() if v and all(one.provenance.get(k) == v for one in held)}
+    return "; ".join(f"{key}: {value}" for key, value in same.items())
+
+
+# What users call.
+
+
+def _options(given: dict[str, Any]) -> Options:
+    text = given.pop("format", None) or ("png", "pdf")
+    formats = tuple(p.strip().lower() for p in (text.split(",") if isinstance(text, str) else text) if p.strip())
+    if given.pop("checkpoints", False):
+        given["view"] = "training"
+    try:
+        return Options(**given, formats=formats or ("png", "pdf"))
+    except TypeError as error:
+        raise UserError(f"relpos.figure: {error}") from None
+
+
+def figure(*sources: Source, out: str | Path | None = None, **given: Any) -> Figure:
+    """Draw one source and return the matplotlib Figure; several, or none for what ships, give a contact sheet.
+
+    A source is an encoding ("alibi:slopes=geometric"), a capture file, a folder with a model, a `Capture` or a model in
+    memory. Keywords: layer, heads (from 1), kind (bias, scores, weights), text, tokens (ids instead of a text), length,
+    view (maps, profile, window, difference, training), shared, checkpoints, and with `out`, a folder to write to as
+    `relpos figure` does, format.
+    """
+    options = _options(given)
+    drawn = []
+    for one in _draw(sources or shipped(), options):
+        if out is not None:
+            _write_one(one, Path(out), options)
+        drawn.append(one)
+    if len(drawn) == 1:
+        return drawn[0].fig
+    if any(one.maps is None for one in drawn):
+        raise UserError("several sources at once make a contact sheet of maps; draw other views one by one")
+    sheet = _sheet_of(drawn)
+    if out is not None:
+        save(sheet, Path(out), "contact-sheet", options.formats)
+    return sheet
+
+
+def write(sources: Sequence[Source] = (), *, out: str | Path = "figures", **given: Any) -> list[Path]:
+    """Draw every source into a folder, then a contact sheet of all. Returns the files, the sheet first."""
+    options = _options(given)
     folder = Path(out)
     written: list[Path] = []
-    drawn: list[tuple[_maps.Maps, Capture]] = []
-    for what in sources or defaults():
-        held = source(what, length=length)
-        maps = collect(held, layer=layer, heads=heads, kind=kind, length=length)
-        fig = _maps.draw(maps)
-        written += save(fig, folder, held.name, wanted)
-        written.append(sidecar(maps, held, folder))
-        drawn.append((maps, held))
-    if len(drawn) > 1:
-        fig = _sheet.draw([maps for maps, _ in drawn], [held.title for _, held in drawn])
-        written = save(fig, folder, "contact-sheet", wanted) + written
+    drawn: list[Drawn] = []
+    used: dict[str, int] = {}
+    for one in _draw(sources or shipped(), options):
+        used[one.name] = used.get(one.name, 0) + 1
+        if used[one.name] > 1:  # two sources of one name: neither overwrites the other
+            one.name += f"-{used[one.name]}"
+        written += _write_one(one, folder, options)
+        one.fig.clear()  # a dozen large pictures need not stay in memory
+        drawn.append(one)
+    if len(drawn) > 1 and all(one.maps is not None for one in drawn):
+        written = save(_sheet_of(drawn), folder, "contact-sheet", options.formats) + written
     return written
 
 
-def figure(
-    *sources: str | Path | Capture,
-    out: str | Path | None = None,
-    layer: int = -1,
-    heads: Sequence[int] | None = None,
-    kind: str | None = None,
-    length: int = 512,
-    format: str | Iterable[str] = "png,pdf",
-) -> Figure:
-    """The picture of one source as a matplotlib Figure, or the contact sheet of several (of the defaults for none)."""
-    if out is not None:
-        write(sources, out=out, layer=layer, heads=heads, kind=kind, length=length, format=format)
-    held = [source(what, length=length) for what in sources or defaults()]
-    drawn = [collect(one, layer=layer, heads=heads, kind=kind, length=length) for one in held]
-    return _maps.draw(drawn[0]) if len(drawn) == 1 else _sheet.draw(drawn, [one.title for one in held])
+def _write_one(drawn: Drawn, folder: Path, options: Options) -> list[Path]:
+    paths = save(drawn.fig, folder, drawn.name, options.formats)
+    path = folder / f"{drawn.name}.npz"
+
+    def put(temporary: Path) -> None:
+        with open(temporary, "wb") as file:
+            np.savez_compressed(file, **drawn.numbers)  # type: ignore[arg-type]
+
+    return [*paths, _whole(path, put)]
 
 
 def save(fig: Figure, folder: Path, name: str, formats: Iterable[str]) -> list[Path]:
-    """Write a picture in each format; a file appears only when it is whole."""
+    """Write a picture in each format."""
     paths = []
     for one in formats:
-        path = folder / f"{name}.{one}"
-        temporary = folder / f".{name}.part.{one}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            metadata = {"CreationDate": None} if one == "pdf" else {"Date": None} if one == "svg" else None
-            fig.savefig(temporary, format=one, dpi=150, metadata=metadata)
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
-        paths.append(path)
+        # Without dates, the same numbers give the same bytes.
+        metadata = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(one)
+
+        def put(temporary: Path, one: str = one, metadata: Any = metadata) -> None:
+            fig.savefig(temporary, format=one, dpi=DPI, metadata=metadata)
+
+        paths.append(_whole(folder / f"{name}.{one}", put))
     return paths
 
 
-def sidecar(maps: _maps.Maps, held: Capture, folder: Path) -> Path:
-    """The numbers behind a picture."""
-    path = folder / f"{held.name}.npz"
-    tokens = held.tokens.numpy() if held.tokens is not None else np.zeros(0, np.int32)
-    np.savez_compressed(
-        path,
-        **{maps.kind: maps.array()},
-        heads=np.array(maps.heads) + 1,
-        tokens=tokens[: maps.length],
-        provenance=np.array(json.dumps(held.provenance)),
-    )
+def _whole(path: Path, put: Any) -> Path:
+    """A file appears under its name only when it is whole."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
     return path

@@ -90,7 +90,7 @@ def draw(maps: Maps, *, shared: bool = False, columns: int = 3) -> Figure:
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     side, gap_x, gap_y, left, right = 2.9, 1.25, 0.62, 0.6, 0.85
-    lines = textwrap.wrap(maps.caption, max(40, int(columns * 34)))
+    lines = textwrap.wrap(maps.caption, max(40, int(columns * 56)))
     top, bottom = 0.75, 0.45 + 0.17 * len(lines)
     width = left + columns * side + (columns - 1) * gap_x + right
     height = top + rows * side + (rows - 1) * gap_y + bottom

@@ -61,7 +61,7 @@ def _oklab_to_srgb(lab: np.ndarray) -> np.ndarray:
 def _diverging() -> ListedColormap:
     """Blue for negative, near white at zero, orange-brown for positive: straight lines in Oklab, so steps look equal on
     both sides; blue against orange stays apart in every common form of colour blindness."""
-    low, middle, high = np.array([[0.36, -0.035, -0.135], [0.965, 0.0, 0.0], [0.42, 0.065, 0.075]])
+    low, middle, high = np.array([[0.36, -0.035, -0.135], [0.925, 0.0, 0.0], [0.47, 0.085, 0.085]])
     t = np.linspace(0, 1, 129)[:, None]
     return ListedColormap(
         _oklab_to_srgb(np.concatenate([low + (middle - low) * t, (middle + (high - middle) * t)[1:]])),
@@ -84,6 +84,6 @@ def colours(low: float, high: float, kind: str) -> tuple[Normalize, Colormap]:
     size = max(abs(low), abs(high))
     if low == high:
         return Normalize(low - 0.5, high + 0.5), sequential
-    if kind == "difference" or (min(-low, high) > 1e-3 * size):
+    if kind == "difference" or (min(-low, high) > 0.05 * size):
         return Normalize(-size, size), diverging
     return Normalize(low, high), sequential

@@ -1,0 +1,108 @@
+"""From what a user names to a capture: an encoding, a capture file, a folder with a model, the captures that ship."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from relpos import capture as captures
+from relpos import encodings
+from relpos.capture import Capture
+from relpos.errors import UserError
+
+SHIPPED = Path(captures.__file__).with_name("shipped")
+# What `relpos figure` draws when nothing is named, in the order of the CABLE paper's figures 8 to 15.
+PAPER = (
+    "cable",
+    "dape:version=2,base=cable",
+    "kerple:share=false",
+    "dape:version=2,base=kerple",
+    "alibi:slopes=geometric",
+    "fire",
+    "t5:form=clipped",
+    "rope",
+)
+Source = Any  # a spec, a path, a Capture, or a model in memory
+
+
+def shipped() -> list[Path]:
+    """The captures that come with the package, in the paper's order."""
+    files = [SHIPPED / f"{encodings.slug(spec)}.safetensors" for spec in PAPER]
+    missing = [file.name for file in files if not file.is_file()]
+    if len(missing) == len(files):
+        return [name for name in encodings.names() if encodings.get(name).additive]  # type: ignore[misc]
+    if missing:
+        raise UserError(f"this installation of relpos lacks its captures {', '.join(missing)}: install it again")
+    return files
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint in a run, in the order of training."""
+    found = []
+    for path in folder.glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if match and (path / "config.json").is_file():
+            found.append((int(match.group(1)), path))
+    return sorted(found)
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or bool(checkpoints(folder))
+
+
+def resolve(
+    what: Source,
+    *,
+    text: str | Path | None = None,
+    tokens: Any = None,
+    length: int | None = None,
+    layers: str | Sequence[int] = "last",
+    name: str | None = None,
+) -> Capture:
+    """The capture of one source. A length that is not given is 512, or a capture file's own."""
+    if isinstance(what, Capture):
+        return what
+    if isinstance(what, nn.Module):
+        return captures.from_model(what, text=text, tokens=tokens, length=length or 512, layers=layers, name=name)
+    path = Path(what)
+    if path.is_dir() and _is_model(path):
+        folder = path if (path / "config.json").is_file() else checkpoints(path)[-1][1]
+        return captures.from_model(
+            folder, text=text, tokens=tokens, length=length or 512, layers=layers, name=name or path.resolve().name
+        )
+    if path.is_file() and path.suffix != ".py":
+        return captures.load(path)
+    spec = str(what)
+    plain = encodings.parse(spec)[0]
+    if not plain.endswith(".py") and (os.sep in spec or path.is_dir() or path.suffix == ".safetensors"):
+        if path.is_dir() and plain not in encodings.names():
+            raise UserError(f"the folder {spec!r} holds no model: there is no config.json in it")
+        if not path.is_dir():
+            raise UserError(f"there is no file or folder {spec!r}")
+    return captures.from_spec(spec, length=length or 512)
+
+
+def parse_heads(text: str | Sequence[int] | None, count: int) -> list[int]:
+    """Heads as pictures number them, from 1 ("all", "1,3,5-8" or numbers), as numbers from 0."""
+    if text is None or text == "all":
+        return list(range(count))
+    wanted: list[int] = []
+    if isinstance(text, str):
+        for part in text.split(","):
+            match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+            if not match:
+                raise UserError(f"heads are 'all' or numbers such as 1,3,5-8, not {text!r}")
+            wanted += range(int(match.group(1)), int(match.group(2) or match.group(1)) + 1)
+    else:
+        wanted = [int(head) for head in text]
+    for head in wanted:
+        if not 1 <= head <= count:
+            raise UserError(f"there is no head {head}: this layer has {count}, numbered from 1")
+    if not wanted:
+        raise UserError("no heads to draw")
+    return [head - 1 for head in dict.fromkeys(wanted)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import lzma
-import multiprocessing
 import os
 import shutil
 import signal
@@ -18,15 +17,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from children import finish, start
 
-from relpos.data import TokenData, Windows, collate, masked, prepare, sources, tokenizer
+from relpos.data import MaskedRows, TokenData, Windows, collate, masked, prepare, sources, tokenizer
 from relpos.data.loader import permute
 from relpos.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-# Children start from a server that has imported relpos once: a kill is real, an import each time would only be slow.
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["relpos.data", "relpos.data.tokenizer"])
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 TEXTS = [
@@ -226,9 +223,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         for _ in range(64):
             file.write("some words that go on and on " * 36157)
     (tmp_path / "small.txt").write_text("a few words " * 100_000)
-    process = FORK.Process(target=_measure_memory, args=(tmp_path,))
-    process.start()
-    process.join()
+    finish(start(_measure_memory, tmp_path, log=tmp_path / "log"), tmp_path / "log")
     grown, tokens, count = json.loads((tmp_path / "measured.json").read_text())
     assert tokens > 64e6 and count == 1
     assert grown < 48, f"{grown:.0f} MB for a document of {tokens / 1e6:.0f} MB"
@@ -270,15 +265,11 @@ def test_killed_preparation_goes_on(tmp_path):
     arguments = [str(tmp_path / "t.txt"), str(trained)]
     out = tmp_path / "out"
 
-    def start(folder: Path) -> multiprocessing.process.BaseProcess:
-        process = FORK.Process(target=_prepare_slowly, args=(*arguments, str(folder)))
-        process.start()
-        return process
-
-    start(tmp_path / "whole").join()
+    log = tmp_path / "log"
+    finish(start(_prepare_slowly, *arguments, str(tmp_path / "whole"), log=log), log)
     kills = 0
     for lines in (3, 9, 20):  # kill when the journal has so many lines
-        process = start(out)
+        process = start(_prepare_slowly, *arguments, str(out), log=log)
         journal = out / "journal.jsonl"
         while process.is_alive():
             if journal.is_file() and journal.read_bytes().count(b"\n") >= lines:
@@ -293,7 +284,7 @@ def test_killed_preparation_goes_on(tmp_path):
             with open(journal, "a") as file:  # as if the kill had come while a line was being written
                 file.write('{"segment": 9')
     assert kills >= 2
-    start(out).join()
+    finish(start(_prepare_slowly, *arguments, str(out), log=log), log)
     whole, resumed = TokenData(tmp_path / "whole"), TokenData(out)
     assert resumed.index == whole.index and sorted(os.listdir(out)) == sorted(os.listdir(tmp_path / "whole"))
     resumed.verify()
@@ -478,10 +469,20 @@ def test_packed_batches_have_document_borders_and_one_shape(small):
 
 def test_masking_is_bert_s():
     ids = torch.randint(256, (64, 512), generator=torch.Generator().manual_seed(0))
-    batch = masked({"input_ids": ids}, mask=258, vocab_size=256, generator=torch.Generator().manual_seed(1))
-    chosen = batch["labels"] != -100
+    inputs, labels = masked(ids, mask=258, vocab_size=256, generator=torch.Generator().manual_seed(1))
+    chosen = labels != -100
     assert abs(chosen.float().mean() - 0.15) < 0.01
-    assert torch.equal(batch["labels"][chosen], ids[chosen])
-    assert torch.equal(batch["input_ids"][~chosen], ids[~chosen])
-    assert abs((batch["input_ids"][chosen] == 258).float().mean() - 0.8) < 0.03
-    assert abs((batch["input_ids"][chosen] == ids[chosen]).float().mean() - 0.1) < 0.02
+    assert torch.equal(labels[chosen], ids[chosen])
+    assert torch.equal(inputs[~chosen], ids[~chosen])
+    assert abs((inputs[chosen] == 258).float().mean() - 0.8) < 0.03
+    assert abs((inputs[chosen] == ids[chosen]).float().mean() - 0.1) < 0.02
+
+
+def test_masks_are_a_function_of_seed_and_example(small):
+    windows = Windows(small.train, 64, seed=3)
+    rows = windows.__getitems__([5, 6, 7, 8])
+    make = MaskedRows(mask=258, vocab_size=257, seed=3)
+    whole, parts = make(rows), [make(rows[2:]), make(rows[:2])]
+    for key in ("input_ids", "labels"):
+        assert torch.equal(whole[key], torch.cat([parts[1][key], parts[0][key]]))
+    assert not torch.equal(make(rows)["labels"], MaskedRows(mask=258, vocab_size=257, seed=4)(rows)["labels"])

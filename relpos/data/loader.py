@@ -49,7 +49,7 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     return out.astype(np.int64)
 
 
-class Windows(Dataset[dict[str, torch.Tensor]]):
+class Windows(Dataset[dict[str, Any]]):
     """`count` examples of `length` tokens each. `shuffle=False` reads the windows in order (validation)."""
 
     def __init__(
@@ -88,14 +88,15 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
             out[at] = permute(within[at], self.windows, ((self.seed & 0xFFFFFFFF) << 32) | (int(epoch) & 0xFFFFFFFF))
         return out
 
-    def __getitem__(self, example: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, example: int) -> dict[str, Any]:
         return self.__getitems__([example])[0]
 
-    def __getitems__(self, examples: list[int]) -> list[dict[str, torch.Tensor]]:
+    def __getitems__(self, examples: list[int]) -> list[dict[str, Any]]:
         rows = []
-        for window in self.order(np.asarray(examples)):
+        for example, window in zip(examples, self.order(np.asarray(examples)), strict=True):
             begin = int(window) * self.length
-            row = {"input_ids": torch.from_numpy(self.stream.read(begin, self.length))}
+            row: dict[str, Any] = {"input_ids": torch.from_numpy(self.stream.read(begin, self.length))}
+            row["example"] = example
             if self.starts is not None:
                 low, high = np.searchsorted(self.starts, [begin + 1, begin + self.length])
                 row["starts"] = torch.from_numpy(self.starts[low:high] - begin)
@@ -128,14 +129,30 @@ def collate(rows: list[dict[str, Any]], borders: int | None = None) -> dict[str,
 
 
 def masked(
-    batch: dict[str, torch.Tensor], *, mask: int, vocab_size: int, probability: float = 0.15, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """The same batch for masked language modelling (BERT: of the 15% chosen, 80% masked, 10% random, 10% left)."""
-    ids = batch["input_ids"]
+    ids: torch.Tensor, *, mask: int, vocab_size: int, generator: torch.Generator, probability: float = 0.15
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels for masked language modelling (BERT: of the 15% chosen, 80% masked, 10% random, 10% left)."""
     chosen = torch.rand(ids.shape, generator=generator) < probability
     kind = torch.rand(ids.shape, generator=generator)
     random = torch.randint(vocab_size, ids.shape, generator=generator)
     labels = torch.where(chosen, ids, IGNORE)
     ids = torch.where(chosen & (kind < 0.8), mask, ids)
-    ids = torch.where(chosen & (kind >= 0.9), random, ids)
-    return batch | {"input_ids": ids, "labels": labels}
+    return torch.where(chosen & (kind >= 0.9), random, ids), labels
+
+
+class MaskedRows:
+    """Collates for an encoder. What is masked is a function of the seed and the example, as its text is."""
+
+    def __init__(self, *, mask: int, vocab_size: int, seed: int, borders: int | None = None):
+        self.mask, self.vocab_size, self.seed, self.borders = mask, vocab_size, seed, borders
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        inputs, labels = [], []
+        for row in rows:
+            key = _mix(np.asarray([((self.seed & 0xFFFFFFFF) << 32) ^ int(row["example"])], dtype=np.uint64))
+            generator = torch.Generator().manual_seed(int(key[0]) >> 1)
+            one = masked(row["input_ids"], mask=self.mask, vocab_size=self.vocab_size, generator=generator)
+            inputs.append(row | {"input_ids": one[0]})
+            labels.append(one[1])
+        batch = collate(inputs, self.borders)
+        return batch | {"labels": torch.stack(labels).reshape(batch["input_ids"].shape)}

@@ -1,0 +1,7 @@
+"""Training any encoding: presets and the run, on the Hugging Face Trainer."""
+
+from relpos.training.presets import PRESETS, Preset
+from relpos.training.run import Settings, compare, train
+from relpos.training.trainer import RelPosTrainer, decayed
+
+__all__ = ["PRESETS", "Preset", "RelPosTrainer", "Settings", "compare", "decayed", "train"]

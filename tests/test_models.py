@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -138,7 +139,10 @@ def test_saving_and_loading_changes_no_bit(case: Case, tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is RelPosForCausalLM and loaded.config.encoding == case.spec
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    # A copy: weights mapped from the file lie unaligned in memory, and a matmul may round by that.
+    assert torch.equal(copy.deepcopy(loaded)(ids).logits, model(ids).logits)
 
 
 @BOTH_WAYS

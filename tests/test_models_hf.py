@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -255,7 +256,7 @@ def test_auto_classes_pick_the_family(tmp_path: Path) -> None:
     assert type(AutoModel.from_pretrained(tmp_path / "d")) is RelPosModel
     assert type(AutoModel.from_pretrained(tmp_path / "e")) is RelPosEncoder
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "e")
-    assert type(loaded) is RelPosForMaskedLM and torch.equal(loaded(IDS).logits, encoder(IDS).logits)
+    assert type(loaded) is RelPosForMaskedLM and torch.equal(copy.deepcopy(loaded)(IDS).logits, encoder(IDS).logits)
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "d", dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     assert type(AutoModelForCausalLM.from_config(config("fire"))) is RelPosForCausalLM
@@ -272,7 +273,7 @@ def test_shards_and_sharing_load_back(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert torch.equal(copy.deepcopy(loaded)(IDS).logits, model(IDS).logits)
     assert loaded.encoding_of(0) is loaded.encoding_of(-1) and len(loaded.model.encodings) == 2
     next(tmp_path.glob("*.safetensors")).unlink()
     with pytest.raises(UserError, match="safetensors"):
@@ -302,7 +303,7 @@ def test_the_vocabulary_can_grow(tmp_path: Path) -> None:
         after = model(IDS).logits
         torch.testing.assert_close(after[..., :V], before)
         model.save_pretrained(tmp_path)
-        assert torch.equal(type(model).from_pretrained(tmp_path)(IDS).logits, after)
+        assert torch.equal(copy.deepcopy(type(model).from_pretrained(tmp_path))(IDS).logits, after)
 
 
 # The Trainer.
@@ -347,7 +348,7 @@ def test_the_trainer_trains_it(kind: type, tmp_path: Path) -> None:
     loaded = kind.from_pretrained(tmp_path / "out").eval()
     ids = Counting()[5]["input_ids"][None]
     model.eval()
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert torch.equal(copy.deepcopy(loaded)(ids).logits, model(ids).logits)
 
 
 def test_accumulated_steps_count_tokens_not_batches(tmp_path: Path) -> None:
@@ -397,6 +398,9 @@ def test_accumulated_steps_count_tokens_not_batches(tmp_path: Path) -> None:
         (lambda: gpt()(IDS, position_ids=torch.arange(9)), r"\[2, 33\]"),
         (lambda: gpt()(IDS, cu_seqlens=torch.tensor([0, 33])), "batch must be 1"),
         (lambda: gpt()(), "input_ids or inputs_embeds"),
+        (lambda: gpt()(IDS[0]), r"\[batch, tokens\].*\[33\]"),
+        (lambda: gpt()(IDS[:, :0]), "at least one token"),
+        (lambda: gpt()(inputs_embeds=torch.zeros(2, 3, 40)), "40 features and the model 48"),
         (lambda: gpt().generate(IDS, cache_implementation="static", max_new_tokens=2), "DynamicCache"),
         (lambda: gpt().gradient_checkpointing_enable({"use_reentrant": True}), "use_reentrant"),
         (lambda: RelPosForCausalLM.from_pretrained("./nowhere"), "no checkpoint folder"),

@@ -21,7 +21,8 @@ from relpos.errors import UserError
 
 
 class RelPosCacheLayer(DynamicLayer):
-    """K and V [B, Hkv, T, D], `state` [B, S, T] or None, `positions` [B, T] or None, `first_length`."""
+    """K and V [B, Hkv, T, D], `state` [B, S, T] or None, `positions` [B, T] or None, `first_length`. In an offloaded
+    cache K and V travel; the state is a hundredth of their size and stays."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -65,15 +66,6 @@ class RelPosCacheLayer(DynamicLayer):
         """Forget everything. (The stock layer zeroes its keys and keeps its length: they would be attended to.)"""
         self.keys = self.values = self.state = self.positions = self.first_length = None
         self.is_initialized = False
-
-    def offload(self) -> None:
-        super().offload()
-        self._per_batch(lambda x: x.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        super().prefetch()
-        if self.is_initialized:
-            self._per_batch(lambda x: x.to(self.device, non_blocking=True))
 
 
 def adopt(cache: Cache, layers: int) -> Cache:

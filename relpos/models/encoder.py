@@ -24,6 +24,7 @@ from relpos.models.layers import (
     Plan,
     RelPosPreTrainedModel,
     activation,
+    embedded,
     layout_of,
 )
 from relpos.models.loss import chunked_loss, plain_loss
@@ -79,9 +80,7 @@ class RelPosEncoder(RelPosBERT):
         return_dict: bool | None = None,
     ) -> BaseModelOutput | tuple:
         """`attention_mask` [B, T] marks real tokens; `cu_seqlens` are the borders of documents packed into one row."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise UserError("pass input_ids or inputs_embeds, one of them")
-        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = embedded(self, input_ids, inputs_embeds)
         layout = layout_of(
             hidden, causal=False, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens
         )

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from relpos.errors import UserError
 from relpos.models.config import RelPosConfig
 from relpos.models.convert import Copy, source_model
-from relpos.models.layers import MLP, Attention, Encodings, Plan, RelPosPreTrainedModel, layout_of
+from relpos.models.layers import MLP, Attention, Encodings, Plan, RelPosPreTrainedModel, embedded, layout_of
 from relpos.models.loss import chunked_loss, plain_loss, shifted, token_losses
 
 
@@ -73,9 +73,7 @@ class RelPosModel(RelPosGPT):
     ) -> BaseModelOutputWithPast | tuple:
         """`attention_mask` [B, past + T] marks real tokens, and positions count them; `position_ids` [B, T] override
         that; `cu_seqlens` are the borders of documents packed into one row."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise UserError("pass input_ids or inputs_embeds, one of them")
-        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = embedded(self, input_ids, inputs_embeds)
         if use_cache is None:
             wanted = self.config.use_cache and not self.training and cu_seqlens is None
             use_cache = wanted or past_key_values is not None

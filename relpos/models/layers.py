@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.utils.generic import maybe_autocast
 
 from relpos.attention import attend
 from relpos.attention.reference import rotate
@@ -39,6 +40,20 @@ def activation(name: str) -> nn.Module:
 
 
 # Where the tokens are.
+
+
+def embedded(model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """Token embeddings [B, T, hidden_size], looked up or given."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise UserError("pass input_ids or inputs_embeds, one of them")
+    given = inputs_embeds[..., 0] if inputs_embeds is not None else input_ids
+    assert given is not None
+    if given.dim() != 2 or given.shape[1] == 0:
+        raise UserError(f"the input must be [batch, tokens] with at least one token; it is {list(given.shape)}")
+    hidden = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+    if hidden.shape[-1] != model.config.hidden_size:
+        raise UserError(f"inputs_embeds have {hidden.shape[-1]} features and the model {model.config.hidden_size}")
+    return hidden
 
 
 def layout_of(
@@ -181,7 +196,7 @@ class Encodings(nn.ModuleList):
                 plans.append(Plan(encoding, layout, wide))
                 continue
             # Autocast would round what the encoding multiplies, positions among it, to bfloat16.
-            with torch.autocast(layout.device.type, enabled=False):
+            with maybe_autocast(layout.device.type, enabled=False):
                 context = Context(layout, dtype=wide)
                 plans.append(Plan(encoding, layout, wide, encoding.rotate(context), encoding.terms(context)))
         return [plans[number] for number in self.of_layer]
@@ -350,7 +365,7 @@ class RelPosPreTrainedModel(PreTrainedModel):
         kept = {name: value for name, value in self.state_dict().items() if not old.match(name)}
         model.new_weights = sorted(model.load_state_dict(kept, strict=False).missing_keys)
         model.unused_weights = sorted(set(self.state_dict()) - set(kept))
-        model.generation_config = copy.deepcopy(self.generation_config)
+        model.generation_config = copy.deepcopy(getattr(self, "generation_config", None))
         return model
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
@@ -376,7 +391,8 @@ class RelPosPreTrainedModel(PreTrainedModel):
         """What q and k will be computed in."""
         weight = self.base_model.layers[0].attention.qkv.weight
         kind = weight.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        auto = kind != "meta" and torch.is_autocast_enabled(kind)
+        return torch.get_autocast_dtype(kind) if auto else weight.dtype
 
     def _trace(self, hidden_states: bool | None, attentions: bool | None) -> Trace:
         """With the config's choice where the call made none."""
@@ -429,4 +445,4 @@ def _check_folder(cls: type[PreTrainedModel], path: Any, subfolder: str) -> dict
     return settings
 
 
-__all__ = ["MLP", "Attention", "Encodings", "Plan", "RelPosPreTrainedModel", "Trace", "layout_of"]
+__all__ = ["MLP", "Attention", "Encodings", "Plan", "RelPosPreTrainedModel", "Trace", "embedded", "layout_of"]

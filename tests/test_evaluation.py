@@ -138,6 +138,7 @@ def test_perplexity_by_hand(protocol, documents, text):
                 np.mean([x for x, r in zip(losses.values(), at, strict=True) if r == i]) for i in sorted(set(at))
             ]
             np.testing.assert_allclose(every[sorted(set(at))], expected, rtol=1e-4)
+            assert np.isnan(every[max(at) + 1 :]).all()
             bins = row["positions"]["bins"]
             assert bins["from"][0] == 1 and bins["to"][-1] == row["length"] and sum(bins["tokens"]) == row["tokens"]
             assert [a - 1 for a in bins["from"][1:]] == bins["to"][:-1]

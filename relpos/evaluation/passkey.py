@@ -161,7 +161,6 @@ def passkey(
     filler: str = FILLER,
     out: Path | None = None,
     overwrite: bool = False,
-    impl: str | None = None,
     world: World | None = None,
     shown: bool = False,
 ) -> dict[str, Any]:
@@ -180,10 +179,7 @@ def passkey(
             f"the tokenizer gives id {largest} and the model's vocabulary ends at {scorer.vocabulary - 1}: "
             "they do not match"
         )
-    about = about_model(model, name, path) | {
-        "impl": impl or ("auto" if hasattr(model, "set_impl") else None),
-        "position_limit": scorer.limit,
-    }
+    about = about_model(model, name, path) | {"position_limit": scorer.limit}
     settings = asdict(grid) | {
         "filler": result.digest(filler) if filler != FILLER else "default",
         "spelling": prompts.spelling,
@@ -303,7 +299,6 @@ def passkey_folders(
             filler=text,
             out=file,
             overwrite=overwrite,
-            impl=impl,
             world=world,
             shown=shown,
         )

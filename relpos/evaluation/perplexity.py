@@ -227,7 +227,7 @@ def _row(
         lower, upper = edges[:-1] - 1, edges[1:] - 1  # rows [lower, upper) are positions lower + 1 .. upper
         count = np.add.reduceat(position_tokens, lower)
         total = np.add.reduceat(position_loss, lower)
-        every = np.divide(position_loss, position_tokens, out=np.zeros(T), where=position_tokens > 0)
+        every = np.divide(position_loss, position_tokens, out=np.full(T, np.nan), where=position_tokens > 0)
         row["positions"] = {
             "meaning": "mean loss of the tokens with exactly n tokens before them in the window, n = 1 .. length",
             "bins": {
@@ -236,7 +236,7 @@ def _row(
                 "tokens": [int(x) for x in count],
                 "loss": [round(float(a / b), 6) if b else None for a, b in zip(total, count, strict=True)],
             },
-            "loss_f32_base64": result.pack(every),
+            "loss_f32_base64": result.pack(every),  # NaN where no window has the position
             "tokens_per_position": [int(position_tokens.min()), int(position_tokens.max())],
         }
     return row
@@ -262,6 +262,7 @@ def about_model(model: Any, name: str, path: str = "") -> dict[str, Any]:
         "parameters": parameter_count(model),
         "vocabulary": int(model.get_input_embeddings().num_embeddings),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "impl": getattr(config, "impl", None),
         "fingerprint": weights_fingerprint(model),
     }
 
@@ -307,7 +308,6 @@ def evaluate(
     training: dict[str, Any] | None = None,
     out: Path | None = None,
     overwrite: bool = False,
-    impl: str | None = None,
     world: World | None = None,
     shown: bool = False,
 ) -> dict[str, Any]:
@@ -326,11 +326,7 @@ def evaluate(
     if not fit:
         raise UserError(f"no length fits: {too_short[min(too_short)]}")
     about = about_model(model, name, path)
-    about |= {
-        "impl": impl or ("auto" if hasattr(model, "set_impl") else None),
-        "position_limit": scorer.limit,
-        "logits": scorer.how,
-    }
+    about |= {"position_limit": scorer.limit, "logits": scorer.how}
     identity = {
         "format_version": result.FORMAT_VERSION,
         "model": about,
@@ -497,7 +493,6 @@ def evaluate_folders(
             training=training_of(outcome.path),
             out=file,
             overwrite=overwrite,
-            impl=impl,
             world=world,
             shown=shown,
         )

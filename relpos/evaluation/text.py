@@ -75,9 +75,7 @@ def open_text(
         raise UserError(f"at least 2 tokens are needed to predict one, not {max_tokens}")
     path = Path(source)
     if not path.exists():
-        raise UserError(
-            f"there is no text {str(path)!r}: give a prepared folder, a .bin or .bin.xz, or a text file"
-        )
+        raise UserError(f"there is no text {str(path)!r}: give a prepared folder, a .bin or .bin.xz, or a text file")
     if path.is_dir():
         tokens, documents, about = _prepared(
             path, split, max_tokens, None if model_folder is None else Path(model_folder)

@@ -144,7 +144,9 @@ def loss_by_position(results: Results) -> Figure:
             ax.plot(x, y, label=label if row["length"] == longest else f"{label} (to {row['length']})", **_look(number))
             full = result.unpack(row["positions"]["loss_f32_base64"])
             size = max(1, len(full) // 64)
-            means = full[: len(full) // size * size].reshape(-1, size).mean(1)
+            pieces = full[: len(full) // size * size].reshape(-1, size)
+            seen = np.isfinite(pieces)
+            means = np.where(seen, pieces, 0).sum(1) / np.where(seen.any(1), seen.sum(1), np.nan)
             centres = np.arange(len(means)) * size + (size + 1) / 2
             ax.plot(centres, means, ".", color=_look(number)["color"], markersize=2.5, alpha=0.35)
             late = y[x >= min(8, longest / 4)]

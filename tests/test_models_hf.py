@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,7 @@ def test_initial_values_are_the_encodings_own(case: Case, tmp_path: Path, monkey
 def test_auto_classes_pick_the_family(tmp_path: Path) -> None:
     decoder, encoder = gpt("cable"), RelPosForMaskedLM(config("cable")).eval()
     assert type(encoder.config) is RelPosEncoderConfig and encoder.config.hidden_act == "gelu"
+    assert RelPosForMaskedLM(config(hidden_act="relu", impl="blockwise")).config.hidden_act == "relu"
     decoder.save_pretrained(tmp_path / "d")
     encoder.save_pretrained(tmp_path / "e")
     assert type(AutoModel.from_pretrained(tmp_path / "d")) is RelPosModel
@@ -304,6 +306,18 @@ def test_the_vocabulary_can_grow(tmp_path: Path) -> None:
         torch.testing.assert_close(after[..., :V], before)
         model.save_pretrained(tmp_path)
         assert torch.equal(copy.deepcopy(type(model).from_pretrained(tmp_path))(IDS).logits, after)
+
+
+def test_the_page_about_models_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(blocks) >= 5
+    stock_gpt2().save_pretrained(tmp_path / "my-gpt2")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "docs/models.md", "exec"), names)
 
 
 # The Trainer.

@@ -226,8 +226,11 @@ class RelPosEncoderConfig(RelPosConfig):
         if isinstance(config, cls):
             return config
         settings = config.to_dict()
-        for key in ("model_type", "transformers_version", "architectures", "hidden_act", "layer_norm_eps"):
+        for key in ("model_type", "transformers_version", "architectures"):
             settings.pop(key, None)
+        for key in ("hidden_act", "layer_norm_eps"):  # BERT's defaults are not GPT-2's
+            if settings[key] == getattr(RelPosConfig, key):
+                del settings[key]
         return cls(**settings, impl=config.impl)
 
 

@@ -196,7 +196,7 @@ def test_family_against_its_own_eager_attention(name):
 
 
 def test_falcon_with_alibi_against_its_default_attention():
-    """Its eager path in transformers 5.17 adds the bias twice, so the comparison is with what its default path gives."""
+    """Its eager path in transformers 5.17 adds the bias twice, so its default path is the measure."""
     model = foreign("falcon alibi")
     model.config._attn_implementation = "sdpa"
     attention = model.h[-1].self_attention

@@ -3,8 +3,8 @@
 q and k are taken where the model has finished with them (projected, normalised, rotated), at the asked layers only;
 everything runs through torch's fused attention as usual. Two ways in:
 
-- models on transformers' attention interface hand q, k, the scaling and any position bias to an attention function: ours
-  notes them down and passes them on (T5, GPT-2, Llama, Qwen, Mistral, BERT, Inkling);
+- models on transformers' attention interface hand q, k, the scaling and any position bias to an attention function:
+  ours notes them down and passes them on (T5, GPT-2, Llama, Qwen, Mistral, BERT, Inkling);
 - BLOOM, MPT and Falcon compute attention inside their module: a hook on it projects q and k a second time.
 
 The bias comes from the model's own tensors and is stored as one of our terms, never as a formula of its own:

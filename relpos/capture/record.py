@@ -305,7 +305,9 @@ def restrict(term: Term, heads: list[int], length: int) -> Term:
             term, query=term.query[:, heads, :length], key=term.key[:, heads, :length], gate=gate
         )
     if isinstance(term, terms.Profile):
-        return dataclasses.replace(term, rho=term.rho[:, :length], slope=term.slope[heads], offset=term.offset[heads])
+        rate = term.rate if term.rate.shape[0] == 1 else term.rate[heads]
+        rho, slope, offset = term.rho[:, :length], term.slope[heads], term.offset[heads]
+        return dataclasses.replace(term, rate=rate, rho=rho, slope=slope, offset=offset)
     return dataclasses.replace(term, query=term.query[:, heads, :length])
 
 

@@ -170,9 +170,10 @@ def _draw_profile(held: Capture, options: Options) -> Drawn:
 def _draw_window(held: Capture, options: Options) -> Drawn:
     heads, length, rows = _rows(held, options, "weights")
     made = _window.collect(rows, heads, length)
+    alone = "" if held.has_content(options.layer) else "Weights of the bias alone, without content. "
     caption = (
         f"Means over the queries of the second half of {length} tokens; lines: one standard deviation. "
-        f"{'' if held.has_content(options.layer) else 'Weights of the bias alone, without content. '}{provenance(held)}."
+        f"{alone}{provenance(held)}."
     )
     fig = _window.draw(made, _title(held, options, "window and entropy"), caption)
     numbers = _numbers(held, length, window=made.window, entropy=made.entropy, heads=np.array(heads) + 1)

@@ -1,5 +1,5 @@
-"""Bias against distance, one line per head: the mean over all pairs of tokens at that distance, and where the text matters
-a band of one standard deviation to either side."""
+"""Bias against distance, one line per head: the mean over all pairs of tokens at that distance, and where the text
+matters a band of one standard deviation to either side."""
 
 from __future__ import annotations
 

@@ -76,7 +76,9 @@ def resolve(
             folder, text=text, tokens=tokens, length=length or 512, layers=layers, name=name or path.resolve().name
         )
     if path.is_file() and path.suffix != ".py":
-        return captures.load(path)
+        held = captures.load(path)
+        held.name = path.name.removesuffix(".safetensors")
+        return held
     spec = str(what)
     plain = encodings.parse(spec)[0]
     if not plain.endswith(".py") and (os.sep in spec or path.is_dir() or path.suffix == ".safetensors"):

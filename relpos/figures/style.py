@@ -75,10 +75,8 @@ DIVERGING = _diverging()
 
 def colours(low: float, high: float, kind: str) -> tuple[Normalize, Colormap]:
     """How a map with values from low to high is coloured: around zero where both signs occur, else from end to end."""
-    sequential = matplotlib.colormaps[SEQUENTIAL].copy()
-    diverging = DIVERGING.copy()
-    for cmap in (sequential, diverging):
-        cmap.set_bad((1, 1, 1, 0))  # masked cells are blank
+    blank = (1, 1, 1, 0)  # masked cells
+    sequential, diverging = (map.with_extremes(bad=blank) for map in (matplotlib.colormaps[SEQUENTIAL], DIVERGING))
     if kind == "weights":
         return LogNorm(max(low, 1e-6), max(high, 1e-5), clip=True), sequential
     size = max(abs(low), abs(high))

@@ -1,7 +1,7 @@
 """Effective window and entropy of each head, from the attention weights of the second half of the text.
 
-The window of a query is the smallest w such that the keys with |i - j| < w hold 90% of its weight; the entropy is that of
-its weights, in nats. Both are means over the queries, with a line of one standard deviation.
+The window of a query is the smallest w such that the keys with |i - j| < w hold 90% of its weight; the entropy is that
+of its weights, in nats. Both are means over the queries, with a line of one standard deviation.
 """
 
 from __future__ import annotations

@@ -102,9 +102,11 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [s for x in tensors for s in x.stride()[:3]]
 
 
-def _strip(values: Tensor, origin: int, causal: bool, Tk: int) -> tuple[Tensor, int]:
-    """`[H, 16, Y]`: sixteen copies of the by-distance table, each shifted by one, so that a tile's rows are contiguous
-    and aligned; and the column of distance 0. `strip[h, a, y]` is the value at distance `a - (y - zero)`."""
+def _strip(values: Tensor, origin: int, causal: bool, Tk: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """`[H, 16, Y]`: sixteen copies of a by-distance table, each shifted by one, so that a tile's rows are contiguous and
+    aligned; and the column of distance 0. `strip[h, a, y]` is the value at distance `a - (y - zero)`.
+
+    In float16 for 16-bit inputs: what a bias of -b contributes shrinks as e^-b, faster than its rounding grows."""
     reach = min(values.shape[1] - 1 - origin, Tk) if causal else Tk
     zero = -(-(reach + 2 * BLOCK + SKEW) // SKEW) * SKEW
     ahead = 0 if causal else Tk
@@ -112,7 +114,9 @@ def _strip(values: Tensor, origin: int, causal: bool, Tk: int) -> tuple[Tensor, 
     a = torch.arange(SKEW, device=values.device)[:, None]
     y = torch.arange(length, device=values.device)[None]
     index = (origin + a - y + zero).clamp(0, values.shape[1] - 1)
-    return (values * LOG2E)[:, index].contiguous(), zero
+    if dtype != torch.float32:
+        values = values.clamp(-6e4, 6e4).half()
+    return values[:, index].contiguous(), zero
 
 
 class _Call:
@@ -130,32 +134,41 @@ class _Call:
         self.K = 0 if knots is None else knots.numel()
         strip, zero, far, reach = dummy, 0, dummy, 0
         if values is not None:
-            strip, zero = _strip(values, origin, causal, self.Tk)
+            strip, zero = _strip(values * LOG2E, origin, causal, self.Tk, q.dtype)
             far, reach = (values[:, -1] * LOG2E).contiguous(), values.shape[1] - 1 - origin
+        if rate is not None:
+            d = torch.arange(0 if causal else 1 - self.Tk, self.Tk, device=q.device).abs()
+            logs = torch.log1p(rate[:, None] * d) * LOG2E
+            # A rate that all heads share (knots follow) can afford float32: one strip serves them all.
+            wide = torch.float32 if rate.numel() == 1 else q.dtype
+            strip, zero = _strip(logs, 0 if causal else self.Tk - 1, causal, self.Tk, wide)
         scaled = {
             "slopes": None if slopes is None else (slopes * LOG2E).contiguous(),
+            "rate": None if rate is None else rate.expand(self.H).contiguous(),
             "rho": None if rho is None else (rho * LN2).contiguous(),
             "pslope": None if pslope is None else (pslope * LOG2E).contiguous(),
             "poffset": None if poffset is None else (poffset * LOG2E).contiguous(),
         }
         pick = lambda x: dummy if x is None else x  # noqa: E731
         self.mask = (pick(meta), pick(docs))
-        self.strip = (strip, zero, strip.shape[-1])
+        per_head = SKEW * strip.shape[-1] if strip.dim() == 3 and strip.shape[0] > 1 else 0
+        self.strip = (strip, zero, strip.shape[-1], per_head)
         self.tensors = (
-            *self.mask, pick(scaled["slopes"]), pick(sq), pick(sk), pick(gate), pick(rate), pick(scaled["rho"]),
+            *self.mask, pick(scaled["slopes"]), pick(sq), pick(sk), pick(gate), pick(scaled["rate"]), pick(scaled["rho"]),
             pick(knots), pick(scaled["pslope"]), pick(scaled["poffset"]), strip, far,
         )  # fmt: skip
         batch = lambda x, heads: 0 if x is None or x.shape[0] == 1 else heads  # noqa: E731
         self.batch = (batch(sk, self.H), batch(gate, self.H), batch(rho, 1))
         self.sizes = (self.H, self.group, self.Tq, self.Tk, q_offset, scale * LOG2E)
-        self.reach = (reach, zero, strip.shape[-1])
+        self.reach = (reach, zero, strip.shape[-1], per_head)
         self.flags = dict(
             CAUSAL=causal, HAS_META=meta is not None, HAS_DOCS=docs is not None, WINDOW=window,
             PREC="ieee" if q.dtype == torch.float32 else "tf32", D=self.D, DP=max(16, 1 << (self.D - 1).bit_length()),
         )  # fmt: skip
         self.terms = dict(
             CANCEL=causal and q.dtype != torch.float32, EXACT=q.dtype == torch.float32, SLOPE=slopes is not None, POT=pot,
-            GATED=self.gated, PROFILE=rate is not None, KNOTS=self.K, KP=max(2, 1 << max(0, self.K - 1).bit_length()), DIST=int(values is not None),
+            GATED=self.gated, PROFILE=rate is not None, KNOTS=self.K, KP=max(2, 1 << max(0, self.K - 1).bit_length()),
+            DIST=int(values is not None),
         )  # fmt: skip
 
 
@@ -238,7 +251,9 @@ def _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, psl
             by_rho = None
         if "rate" in wanted:
             of_rate = key_rate.sum((0, 2))
-            grads["rate"] = of_rate if c.K else of_rate * pslope[:, 0] * LOG2E
+            of_rate = of_rate if c.K else of_rate * pslope[:, 0] * LOG2E
+            of_rate = of_rate.sum(0, keepdim=True) if rate.numel() == 1 else of_rate
+            grads["rate"] = of_rate / rate.clamp(min=1e-12)
         if "rho" in wanted:
             assert by_rho is not None  # see `obstacle`
             grads["rho"] = by_rho.sum(0, keepdim=True) if rho.shape[0] == 1 and c.B > 1 else by_rho
@@ -262,10 +277,10 @@ def _distance_gradient(c: _Call, do, lse, delta, far, values, origin, causal, wi
     shares = max(1, min(blocks, -(-1056 // (c.H * diagonals))))
     out = lse.new_empty(shares, c.H, diagonals, 2, n)
     scratch = lse.new_empty(shares * c.H * diagonals, n, n)
-    strip, zero, length = c.strip
+    strip, zero, length, per_head = c.strip
     _kernels().backward_distance[(diagonals, c.H * shares)](
         q, k, v, do, lse, delta, out, scratch, *c.mask, strip, *_strides(q, k, v, do),
-        c.B, *c.sizes, reach, zero, length, -first, BM=n, KM=0 if everything else tile[0], KN=tile[1], **c.flags,
+        c.B, *c.sizes, reach, zero, length, per_head, -first, BM=n, KM=0 if everything else tile[0], KN=tile[1], **c.flags,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     halves = out.sum(0)  # entry x of diagonal block m is distance m * n + x - (n - 1)
@@ -395,7 +410,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, s
             pot = 2 if term.log else 1
             given["sq"], given["sk"], given["gate"] = _flat(term.query), _flat(term.key), _flat(term.gate)
         elif isinstance(term, Profile):
-            given["rate"] = _flat(term.rate.expand(q.shape[1]))
+            given["rate"] = _flat(term.rate.reshape(-1))
             given["rho"], given["knots"] = _flat(term.rho), _flat(term.knots)
             given["pslope"], given["poffset"] = _flat(term.slope), _flat(term.offset)
         elif isinstance(term, Distance):

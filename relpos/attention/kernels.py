@@ -79,9 +79,9 @@ def _pieces_in(Knots, near, far, rate, rho_lo, rho_hi, CAUSAL: tl.constexpr, KNO
         if not CAUSAL:
             lo = tl.maximum(lo, -b)
             hi = tl.maximum(hi, -a)
-        # Rounding may put a cell a hair outside its range: widen it, a knot too many costs nothing but time.
-        r0 = _knots_below(Knots, tl.log2(rate * lo + 1.0) * rho_lo * 0.99999 - 1e-6, KNOTS, KP)
-        r1 = _knots_below(Knots, tl.log2(rate * hi + 1.0) * rho_hi * 1.00001 + 1e-6, KNOTS, KP)
+        # The strip's logarithms may be float16: widen the range, a knot too many costs nothing but time.
+        r0 = _knots_below(Knots, tl.log2(rate * lo + 1.0) * rho_lo * 0.999 - 1e-6, KNOTS, KP)
+        r1 = _knots_below(Knots, tl.log2(rate * hi + 1.0) * rho_hi * 1.001 + 1e-6, KNOTS, KP)
     return r0, r1
 
 
@@ -89,14 +89,13 @@ def _pieces_in(Knots, near, far, rate, rho_lo, rho_hi, CAUSAL: tl.constexpr, KNO
 def _profile(u, Knots, PSlope, POffset, p, r0, r1, KNOTS: tl.constexpr):
     """The piecewise linear function at u (log 2 units); of its knots, r0 .. r1-1 lie inside the tile's range."""
     b = tl.load(POffset + p + r0) + tl.load(PSlope + p + r0) * u
-    if KNOTS > 0:
-        if r1 > r0:
-            for n in tl.static_range(KNOTS):
-                if r0 + n < r1:
-                    k = r0 + n
-                    ds = tl.load(PSlope + p + k + 1) - tl.load(PSlope + p + k)
-                    do = tl.load(POffset + p + k + 1) - tl.load(POffset + p + k)
-                    b += tl.where(u > tl.load(Knots + k), ds * u + do, 0.0)
+    if r1 > r0:
+        for n in tl.static_range(KNOTS):
+            if r0 + n < r1:
+                k = r0 + n
+                ds = tl.load(PSlope + p + k + 1) - tl.load(PSlope + p + k)
+                do = tl.load(POffset + p + k + 1) - tl.load(POffset + p + k)
+                b += tl.where(u > tl.load(Knots + k), ds * u + do, 0.0)
     return b
 
 
@@ -104,25 +103,13 @@ def _profile(u, Knots, PSlope, POffset, p, r0, r1, KNOTS: tl.constexpr):
 def _profile_slope(u, Knots, PSlope, p, r0, r1, KNOTS: tl.constexpr):
     """Its derivative by u."""
     g = u * 0.0 + tl.load(PSlope + p + r0)
-    if KNOTS > 0:
-        if r1 > r0:
-            for n in tl.static_range(KNOTS):
-                if r0 + n < r1:
-                    k = r0 + n
-                    ds = tl.load(PSlope + p + k + 1) - tl.load(PSlope + p + k)
-                    g += tl.where(u > tl.load(Knots + k), ds, 0.0)
+    if r1 > r0:
+        for n in tl.static_range(KNOTS):
+            if r0 + n < r1:
+                k = r0 + n
+                ds = tl.load(PSlope + p + k + 1) - tl.load(PSlope + p + k)
+                g += tl.where(u > tl.load(Knots + k), ds, 0.0)
     return g
-
-
-@triton.jit
-def _distance(fi, fj, CAUSAL: tl.constexpr):
-    """|d| of the cells; 0 for masked ones in the future, which keeps what is computed from it finite."""
-    d = fi - fj
-    if CAUSAL:
-        d = tl.maximum(d, 0.0)
-    else:
-        d = tl.abs(d)
-    return d
 
 
 @triton.jit
@@ -158,8 +145,10 @@ def _bias(
         else:
             s -= log
     if PROFILE:
-        u = _log2(rate * _distance(fi, fj, CAUSAL) + 1.0, EXACT) * rho
-        s += _profile(u, Knots, PSlope, POffset, p, r0, r1, KNOTS)
+        if KNOTS == 0:
+            s += slope * (strip * rho)
+        else:
+            s += _profile(strip * rho, Knots, PSlope, POffset, p, r0, r1, KNOTS)
     if DIST == 1:
         s += strip
     if DIST == 2:
@@ -168,13 +157,13 @@ def _bias(
 
 
 @triton.jit
-def _strip(Strip, h, mcol, n0, r, c, zero, length, MASKED: tl.constexpr):
-    """A tile of the by-distance table. `Strip[h, a, y]` holds distance `a - (y - zero)`, so the rows of a tile are
+def _strip(Strip, h, mcol, n0, r, c, zero, length, per_head, CLAMP: tl.constexpr):
+    """A tile of a by-distance table. `Strip[h, a, y]` holds distance `a - (y - zero)`, so the rows of a tile are
     contiguous and `n0 - mcol`, a multiple of 16 as a rule, keeps them aligned. r and c carry the tile's shape."""
     y = zero + (n0 - mcol) + c - (r // SKEW) * SKEW
-    if MASKED:
+    if CLAMP:
         y = tl.maximum(y, 0)  # with documents or a window far tiles come here too; column 0 holds the far value
-    return tl.load(Strip + (h * SKEW + r % SKEW) * length + y)
+    return tl.load(Strip + h * per_head + (r % SKEW) * length + y).to(tl.float32)
 
 
 @triton.jit
@@ -195,24 +184,24 @@ def _visible(i, j, klen, other, lo, hi, CAUSAL: tl.constexpr, HAS_DOCS: tl.const
 @triton.jit
 def _forward_tiles(
     acc, l, m, q, K, V, k_base, v_base, k_t, v_t, begin, end, mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi,
-    doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, Knots, PSlope, POffset, h, p, c2,
+    doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p, c2,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, DIST: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr,
     GATED: tl.constexpr, PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BN)
     e = tl.arange(0, DP)
-    K += k_base + (begin + n)[:, None].to(tl.int64) * k_t + e[None, :]
-    V += v_base + (begin + n)[:, None].to(tl.int64) * v_t + e[None, :]
+    K += k_base
+    V += v_base
     for n0 in range(begin, end, BN):
         j = n0 + n
         ok_k = (j[:, None] < klen) if MASKED else (j[:, None] >= 0)
         if D != DP:
             ok_k = ok_k & (e[None, :] < D)
         if MASKED or D != DP:
-            k = tl.load(K, mask=ok_k, other=0.0)
+            k = tl.load(K + j[:, None].to(tl.int64) * k_t + e[None, :], mask=ok_k, other=0.0)
         else:
-            k = tl.load(K)
+            k = tl.load(K + j[:, None].to(tl.int64) * k_t + e[None, :])
         s = tl.dot(q, tl.trans(k), input_precision=PREC) * c2
         fj = (j - mcol).to(tl.float32)[None, :]
         sj = fj
@@ -220,8 +209,8 @@ def _forward_tiles(
             sj = tl.load(SK + sk_base + j, mask=j < klen, other=0.0)[None, :]
         r0, r1 = _pieces_in(Knots, mcol - (n0 + BN - 1), mcol + BM - 1 - n0, rate, rho_lo, rho_hi, CAUSAL, KNOTS, KP)
         strip = s
-        if DIST == 1:
-            strip = _strip(Strip, h, mcol, n0, tl.arange(0, BM)[:, None], n[None, :], strip_zero, strip_len, MASKED)
+        if DIST == 1 or PROFILE:
+            strip = _strip(Strip, h, mcol, n0, tl.arange(0, BM)[:, None], n[None, :], strip_zero, strip_len, per_head, HAS_DOCS or WINDOW > 0)
         s = _bias(s, fi, fj, si, sj, sref, gi, rho, slope, rate, strip, far_value, Knots, PSlope, POffset, p, r0, r1,
                   CAUSAL, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, DIST)  # fmt: skip
         if MASKED:
@@ -235,12 +224,10 @@ def _forward_tiles(
         l = l * fade + tl.sum(w, 1)
         m = top
         if MASKED or D != DP:
-            v = tl.load(V, mask=ok_k, other=0.0)
+            v = tl.load(V + j[:, None].to(tl.int64) * v_t + e[None, :], mask=ok_k, other=0.0)
         else:
-            v = tl.load(V)
+            v = tl.load(V + j[:, None].to(tl.int64) * v_t + e[None, :])
         acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision=PREC)
-        K += BN * k_t
-        V += BN * v_t
     return acc, l, m
 
 
@@ -275,7 +262,7 @@ def _query_range(mcol, klen, first_doc, last_doc, reach, BM: tl.constexpr, BN: t
 def forward(
     Q, K, V, O, Lse, Meta, Docs, Slopes, SQ, SK, G, Rate, Rho, Knots, PSlope, POffset, Strip, Far,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, s_b, g_b, rho_b,
-    H, GROUP, Tq, Tk, q_off, c2, reach, strip_zero, strip_len,
+    H, GROUP, Tq, Tk, q_off, c2, reach, strip_zero, strip_len, per_head,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_META: tl.constexpr,
     HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr, GATED: tl.constexpr,
     PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, DIST: tl.constexpr, PREC: tl.constexpr,
@@ -309,6 +296,8 @@ def forward(
     far_value = 0.0
     if SLOPE:
         slope = tl.load(Slopes + h)
+    if PROFILE and KNOTS == 0:
+        slope = tl.load(PSlope + h)
     if POT > 0:
         si = tl.load(SQ + b * s_b * Tq + h * Tq + r, mask=r < Tq, other=0.0)[:, None]
         sref = tl.load(SQ + b * s_b * Tq + h * Tq + m0)
@@ -343,16 +332,16 @@ def forward(
     if DIST and CAUSAL:
         acc, l, m = _forward_tiles(
             acc, l, m, q, K, V, k_base, v_base, k_t, v_t, begin, far, mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi,
-            doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, Knots, PSlope, POffset, h, p,
+            doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p,
             c2, D, DP, BM, BN, False, 2, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, PREC)  # fmt: skip
     if not (HAS_DOCS or WINDOW > 0):
         acc, l, m = _forward_tiles(
             acc, l, m, q, K, V, k_base, v_base, k_t, v_t, far, full, mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi,
-            doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, Knots, PSlope, POffset, h, p,
+            doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p,
             c2, D, DP, BM, BN, False, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, PREC)  # fmt: skip
     acc, l, m = _forward_tiles(
         acc, l, m, q, K, V, k_base, v_base, k_t, v_t, full, end, mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi,
-        doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, Knots, PSlope, POffset, h, p,
+        doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p,
         c2, D, DP, BM, BN, True, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, PREC)  # fmt: skip
 
     empty = l == 0.0
@@ -373,7 +362,7 @@ def _add_to(P, x):
 def _backward_q_tiles(
     dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base, v_base, k_t, v_t, begin, end, mcol, klen,
     i, fi, si, sref, gi, rho, rho_lo, rho_hi, doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero,
-    strip_len, Knots, PSlope, POffset, h, p, c2,
+    strip_len, per_head, Knots, PSlope, POffset, h, p, c2,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, DIST: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr,
     GATED: tl.constexpr, PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, GRAD: tl.constexpr,
@@ -381,19 +370,19 @@ def _backward_q_tiles(
 ):  # fmt: skip
     n = tl.arange(0, BN)
     e = tl.arange(0, DP)
-    K += k_base + (begin + n)[:, None].to(tl.int64) * k_t + e[None, :]
-    V += v_base + (begin + n)[:, None].to(tl.int64) * v_t + e[None, :]
+    K += k_base
+    V += v_base
     for n0 in range(begin, end, BN):
         j = n0 + n
         ok_k = (j[:, None] < klen) if MASKED else (j[:, None] >= 0)
         if D != DP:
             ok_k = ok_k & (e[None, :] < D)
         if MASKED or D != DP:
-            k = tl.load(K, mask=ok_k, other=0.0)
-            v = tl.load(V, mask=ok_k, other=0.0)
+            k = tl.load(K + j[:, None].to(tl.int64) * k_t + e[None, :], mask=ok_k, other=0.0)
+            v = tl.load(V + j[:, None].to(tl.int64) * v_t + e[None, :], mask=ok_k, other=0.0)
         else:
-            k = tl.load(K)
-            v = tl.load(V)
+            k = tl.load(K + j[:, None].to(tl.int64) * k_t + e[None, :])
+            v = tl.load(V + j[:, None].to(tl.int64) * v_t + e[None, :])
         s = tl.dot(q, tl.trans(k), input_precision=PREC) * c2
         dp = tl.dot(do, tl.trans(v), input_precision=PREC)
         fj = (j - mcol).to(tl.float32)[None, :]
@@ -402,8 +391,8 @@ def _backward_q_tiles(
             sj = tl.load(SK + sk_base + j, mask=j < klen, other=0.0)[None, :]
         r0, r1 = _pieces_in(Knots, mcol - (n0 + BN - 1), mcol + BM - 1 - n0, rate, rho_lo, rho_hi, CAUSAL, KNOTS, KP)
         strip = s
-        if DIST == 1:
-            strip = _strip(Strip, h, mcol, n0, tl.arange(0, BM)[:, None], n[None, :], strip_zero, strip_len, MASKED)
+        if DIST == 1 or PROFILE:
+            strip = _strip(Strip, h, mcol, n0, tl.arange(0, BM)[:, None], n[None, :], strip_zero, strip_len, per_head, HAS_DOCS or WINDOW > 0)
         s = _bias(s, fi, fj, si, sj, sref, gi, rho, slope, rate, strip, far_value, Knots, PSlope, POffset, p, r0, r1,
                   CAUSAL, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, DIST)  # fmt: skip
         w = tl.exp2(s - lse[:, None])
@@ -432,13 +421,10 @@ def _backward_q_tiles(
                     by_gate -= tl.sum(ds * log, 1)
                     of_gate -= tl.sum(w * log, 1)
             if PROFILE and KNOTS > 0:
-                log = _log2(rate * _distance(fi, fj, CAUSAL) + 1.0, EXACT)
-                by = log * _profile_slope(log * rho, Knots, PSlope, p, r0, r1, KNOTS)
+                by = strip * _profile_slope(strip * rho, Knots, PSlope, p, r0, r1, KNOTS)
                 by_rho += tl.sum(ds * by, 1)
                 of_rho += tl.sum(w * by, 1)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PREC)
-        K += BN * k_t
-        V += BN * v_t
     return dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho
 
 
@@ -447,7 +433,7 @@ def backward_q(
     Q, K, V, O, DO, Lse, Delta, DQ, ByQuery, ByGate, ByRho, Meta, Docs, Slopes, SQ, SK, G, Rate, Rho, Knots, PSlope, POffset,
     Strip, Far,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, s_b, g_b, rho_b,
-    H, GROUP, Tq, Tk, q_off, c2, scale, reach, strip_zero, strip_len,
+    H, GROUP, Tq, Tk, q_off, c2, scale, reach, strip_zero, strip_len, per_head,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_META: tl.constexpr,
     HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr, GATED: tl.constexpr,
     PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, DIST: tl.constexpr, GRAD: tl.constexpr,
@@ -488,6 +474,8 @@ def backward_q(
     far_value = 0.0
     if SLOPE:
         slope = tl.load(Slopes + h)
+    if PROFILE and KNOTS == 0:
+        slope = tl.load(PSlope + h)
     if POT > 0:
         si = tl.load(SQ + b * s_b * Tq + h * Tq + r, mask=r < Tq, other=0.0)[:, None]
         sref = tl.load(SQ + b * s_b * Tq + h * Tq + m0)
@@ -531,18 +519,18 @@ def backward_q(
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho = _backward_q_tiles(
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base, v_base, k_t, v_t, begin, far,
             mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi, doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip,
-            strip_zero, strip_len, Knots, PSlope, POffset, h, p, c2, D, DP, BM, BN, False, 2, CAUSAL, HAS_DOCS,
+            strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p, c2, D, DP, BM, BN, False, 2, CAUSAL, HAS_DOCS,
             WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, GRAD, PREC)  # fmt: skip
     if not (HAS_DOCS or WINDOW > 0):
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho = _backward_q_tiles(
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base, v_base, k_t, v_t, far, full,
             mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi, doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip,
-            strip_zero, strip_len, Knots, PSlope, POffset, h, p, c2, D, DP, BM, BN, False, DIST, CAUSAL, HAS_DOCS,
+            strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p, c2, D, DP, BM, BN, False, DIST, CAUSAL, HAS_DOCS,
             WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, GRAD, PREC)  # fmt: skip
     dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho = _backward_q_tiles(
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base, v_base, k_t, v_t, full, end,
         mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi, doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip,
-        strip_zero, strip_len, Knots, PSlope, POffset, h, p, c2, D, DP, BM, BN, True, DIST, CAUSAL, HAS_DOCS,
+        strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p, c2, D, DP, BM, BN, True, DIST, CAUSAL, HAS_DOCS,
         WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, GRAD, PREC)  # fmt: skip
 
     dq = dq * scale
@@ -562,7 +550,7 @@ def backward_q(
 @triton.jit
 def _backward_k_tiles(
     dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, begin, end, n0, q_off, klen, Tq, j, fj, sj, sref,
-    doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero, strip_len, Knots,
+    doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero, strip_len, per_head, Knots,
     PSlope, POffset, Pieces, h, p, c2,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, DIST: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr,
@@ -571,16 +559,16 @@ def _backward_k_tiles(
 ):  # fmt: skip
     a = tl.arange(0, BM)
     e = tl.arange(0, DP)
-    Q += q_base + (begin + a)[:, None].to(tl.int64) * q_t + e[None, :]
-    DO += do_base + (begin + a)[:, None].to(tl.int64) * do_t + e[None, :]
+    Q += q_base
+    DO += do_base
     for m0 in range(begin, end, BM):
         r = m0 + a
         mcol = q_off + m0
         ok_q = r[:, None] < Tq
         if D != DP:
             ok_q = ok_q & (e[None, :] < D)
-        q = tl.load(Q, mask=ok_q, other=0.0)
-        do = tl.load(DO, mask=ok_q, other=0.0)
+        q = tl.load(Q + r[:, None].to(tl.int64) * q_t + e[None, :], mask=ok_q, other=0.0)
+        do = tl.load(DO + r[:, None].to(tl.int64) * do_t + e[None, :], mask=ok_q, other=0.0)
         lse = tl.load(Lse + row_base + r, mask=r < Tq, other=float("inf"))[None, :]
         delta = tl.load(Delta + row_base + r, mask=r < Tq, other=0.0)[None, :]
         s = tl.dot(k, tl.trans(q), input_precision=PREC) * c2
@@ -602,8 +590,8 @@ def _backward_k_tiles(
                 rho_hi = tl.max(rho1, 0)
         r0, r1 = _pieces_in(Knots, mcol - (n0 + BN - 1), mcol + BM - 1 - n0, rate, rho_lo, rho_hi, CAUSAL, KNOTS, KP)
         strip = s
-        if DIST == 1:
-            strip = _strip(Strip, h, mcol, n0, a[None, :], tl.arange(0, BN)[:, None], strip_zero, strip_len, MASKED)
+        if DIST == 1 or PROFILE:
+            strip = _strip(Strip, h, mcol, n0, a[None, :], tl.arange(0, BN)[:, None], strip_zero, strip_len, per_head, HAS_DOCS or WINDOW > 0)
         s = _bias(s, fi, fj, si, sj, sref, gi, rho, slope, rate, strip, far_value, Knots, PSlope, POffset, p, r0, r1,
                   CAUSAL, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, DIST)  # fmt: skip
         w = tl.exp2(s - (lse + _row_constant(fi, si, sref, gi, slope, CANCEL, SLOPE, POT, GATED)))
@@ -633,10 +621,12 @@ def _backward_k_tiles(
                     weighted = tl.where(gap > 0, weighted, tl.where(gap < 0, -weighted, 0.0))
                 key_sum += tl.sum(weighted, 1)
             if PROFILE:
-                d = _distance(fi, fj, CAUSAL)
-                log = _log2(rate * d + 1.0, EXACT)
-                if KNOTS > 0:
-                    u = log * rho
+                u = strip * rho
+                if KNOTS == 0:
+                    # d / (1 + rate d) = (1 - 1 / (1 + rate d)) / rate, and the rows of dS sum to zero.
+                    key_sum += tl.sum(ds * u, 1)
+                    rate_sum -= tl.sum(ds * rho * tl.exp2(-strip), 1)
+                else:
                     _add_to(Pieces + r0, tl.sum(tl.sum(ds * u, 1), 0))
                     _add_to(Pieces + KNOTS + 1 + r0, tl.sum(tl.sum(ds, 1), 0))
                     if r1 > r0:
@@ -649,16 +639,11 @@ def _backward_k_tiles(
                                 _add_to(Pieces + r0 + x + 1, of_slope)
                                 _add_to(Pieces + KNOTS + 1 + r0 + x, -of_offset)
                                 _add_to(Pieces + KNOTS + 1 + r0 + x + 1, of_offset)
-                    dsr = ds * rho * _profile_slope(u, Knots, PSlope, p, r0, r1, KNOTS)
-                else:
-                    dsr = ds * rho
-                    key_sum += tl.sum(dsr * log, 1)
-                rate_sum += tl.sum(dsr * d * tl.exp2(-log), 1)
+                    pull = _profile_slope(u, Knots, PSlope, p, r0, r1, KNOTS) * (1.0 - tl.exp2(-strip))
+                    rate_sum += tl.sum(ds * rho * pull, 1)
             if DIST == 2:
                 key_sum += tl.sum(ds, 1)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC)
-        Q += BM * q_t
-        DO += BM * do_t
     return dk, dv, key_sum, rate_sum
 
 
@@ -666,7 +651,7 @@ def _backward_k_tiles(
 def backward_k(
     Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Meta, Docs, Slopes, SQ, SK, G, Rate, Rho, Knots, PSlope, POffset, Strip, Far,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, s_b, g_b, rho_b,
-    H, GROUP, Tq, Tk, q_off, c2, scale, reach, strip_zero, strip_len,
+    H, GROUP, Tq, Tk, q_off, c2, scale, reach, strip_zero, strip_len, per_head,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_META: tl.constexpr,
     HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr, GATED: tl.constexpr,
     PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, DIST: tl.constexpr, KEYGRAD: tl.constexpr,
@@ -733,6 +718,8 @@ def backward_k(
         far_value = 0.0
         if SLOPE:
             slope = tl.load(Slopes + h)
+        if PROFILE and KNOTS == 0:
+            slope = tl.load(PSlope + h)
         if POT > 0:
             sj = tl.load(SK + b * s_b * Tk + h * Tk + j, mask=j < Tk, other=0.0)
         if PROFILE:
@@ -756,19 +743,19 @@ def backward_k(
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, begin, full, n0, q_off, klen,
                 Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero,
-                strip_len, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, True, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
+                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, True, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
                 POT, GATED, PROFILE, KNOTS, KP, KEYGRAD, PREC)  # fmt: skip
         if not (HAS_DOCS or WINDOW > 0):
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, full, far, n0, q_off, klen,
                 Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero,
-                strip_len, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, False, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
+                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, False, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
                 POT, GATED, PROFILE, KNOTS, KP, KEYGRAD, PREC)  # fmt: skip
         if DIST and CAUSAL:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, far, end, n0, q_off, klen,
                 Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero,
-                strip_len, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, False, 2, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
+                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, False, 2, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
                 POT, GATED, PROFILE, KNOTS, KP, KEYGRAD, PREC)  # fmt: skip
         if KEYGRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
@@ -785,7 +772,7 @@ def backward_k(
 def backward_distance(
     Q, K, V, DO, Lse, Delta, Out, Scratch, Meta, Docs, Strip,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
-    B, H, GROUP, Tq, Tk, q_off, c2, reach, strip_zero, strip_len, first,
+    B, H, GROUP, Tq, Tk, q_off, c2, reach, strip_zero, strip_len, per_head, first,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, KM: tl.constexpr, KN: tl.constexpr, CAUSAL: tl.constexpr, HAS_META: tl.constexpr,
     HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -801,7 +788,7 @@ def backward_distance(
     e = tl.arange(0, DP)
     total = B * blocks
     each = tl.cdiv(total, shares)
-    strip = _strip(Strip, h, delta, 0, a[:, None], a[None, :], strip_zero, strip_len, True)
+    strip = _strip(Strip, h, delta, 0, a[:, None], a[None, :], strip_zero, strip_len, per_head, True)
     acc = tl.zeros((BM, BM), tl.float32)
     for x in range(share * each, tl.minimum(total, (share + 1) * each)):
         b = (x // blocks).to(tl.int64)

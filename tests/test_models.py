@@ -229,9 +229,25 @@ def test_it_compiles_without_a_break(case: Case) -> None:
         close(parameter.grad, expected[name], 1e-5)
 
 
+def test_it_compiles_with_checkpointing_autocast_and_packing() -> None:
+    torch._dynamo.reset()
+    model, ids = gpt("cable", layers=1).train(), tokens(1, 20)
+    model.gradient_checkpointing_enable()
+    borders = torch.tensor([0, 5, 20, 20], dtype=torch.int32)  # as the data loader gives them: padded at the end
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    grads = []
+    for run in (model, compiled):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            run(ids, labels=ids, cu_seqlens=borders).loss.backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        model.zero_grad()
+    for name, grad in grads[0].items():
+        close(grads[1][name], grad, 1e-5)
+
+
 def test_one_compiled_graph_serves_all_lengths() -> None:
     torch._dynamo.reset()
-    model = gpt("cable", layers=1).train()
+    model = gpt("alibi", layers=1).train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for length in (9, 12, 16):

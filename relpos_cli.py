@@ -8,6 +8,7 @@ with 130. To add a command, write a function with `@app.command()` below, in the
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -229,8 +230,9 @@ def train(
     again, replace = values.pop("resume"), values.pop("overwrite")
     given = {k for k in values if str(context.get_parameter_source(k)).endswith("COMMANDLINE")}
     given |= {"overrides"} if values["overrides"] else set()
-    for folder in run(Settings(**values), resume=again, overwrite=replace, given=given):
-        print(folder)
+    folders = run(Settings(**values), resume=again, overwrite=replace, given=given)
+    if os.environ.get("RANK", "0") == "0":
+        print(*folders, sep="\n")
 
 
 # Evaluation -----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ def settings(data: Path, out: Path, **changes) -> Settings:
     base = Settings(
         encoding="kerple", data=str(data), out=str(out), length=32, tokens_per_step=256, steps=12, seed=3, config=SMALL
     )
-    overrides = {"save_steps": 4, "eval_strategy": "no", "save_total_limit": 10, **changes.pop("overrides", {})}
+    overrides = {"save_steps": 4, "eval_strategy": "no", "save_total_limit": 10, "use_cpu": True}
+    overrides |= changes.pop("overrides", {})
     return dataclasses.replace(base, **changes, overrides=overrides)
 
 
@@ -301,6 +302,34 @@ def test_fsdp_on_a_cpu_is_an_error(data, tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
+def _fsdp_on_gpu(options: Settings) -> None:
+    from torch.distributed.tensor import DTensor
+    from transformers import TrainerCallback
+
+    class EveryParameterIsSharded(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+
+    train(options, callbacks=[EveryParameterIsSharded()])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FSDP2 through the Trainer needs a GPU")
+def test_fsdp_through_the_trainer(data, tmp_path):
+    one, sharded = tmp_path / "one", tmp_path / "sharded"
+    recipe = dict(encoding="fire", steps=6, compile=False, overrides={"bf16": False, "save_steps": 3, "use_cpu": False})
+    together(_train, settings(data, one, **recipe), folder=tmp_path, processes=1, gpu=True)
+    together(_fsdp_on_gpu, settings(data, sharded, fsdp=True, **recipe), folder=tmp_path, processes=1, gpu=True)
+    for a, b in zip(lines(one), lines(sharded), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+    assert RelPosForCausalLM.from_pretrained(sharded).config.encoding == "fire"
+    shutil.rmtree(sharded / "checkpoint-6")  # as if killed after the first checkpoint
+    run = json.loads((sharded / "run.json").read_text())
+    (sharded / "run.json").write_text(json.dumps(run | {"status": "running"}))
+    together(_train, settings(data, sharded, fsdp=True, **recipe), True, folder=tmp_path, processes=1, gpu=True)
+    assert [x["step"] for x in lines(sharded)] == list(range(1, 7))
+    assert lines(sharded)[-1]["loss"] == pytest.approx(lines(one)[-1]["loss"], rel=1e-5)
+
+
 # Tasks, starts, comparisons.
 
 
@@ -388,7 +417,7 @@ def test_any_trainer_argument_can_be_overridden(data, tmp_path):
         parse_overrides(["bf16"])
     with pytest.raises(UserError, match="Did you mean 'hidden_size'"):
         parse_config(["hiden_size=8"])
-    with pytest.raises(UserError, match="does not take optim"):
+    with pytest.raises(UserError, match="refuses these settings: adamwhat"):
         train(settings(data, tmp_path / "x", overrides={"optim": "adamwhat"}))
     assert not (tmp_path / "x").exists()
 

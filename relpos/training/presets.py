@@ -208,7 +208,10 @@ def arguments(
         if not overrides:
             raise
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"transformers does not take {', '.join(overrides)} like this: {reason}") from None
+        raise UserError(f"transformers refuses these settings: {reason}") from None
+    if made.label_smoothing_factor:
+        raise UserError("label smoothing needs the logits, which a training step here never holds as a whole")
+    made._n_gpu = min(made.n_gpu, 1)  # one process is one GPU; more would mean DataParallel, which torchrun replaces
     if made.world_size != spread.processes:
         raise RuntimeError(f"the Trainer sees {made.world_size} processes and there are {spread.processes}")
     return made

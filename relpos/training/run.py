@@ -541,6 +541,9 @@ def _announce(
     if settings.init_from is not None:
         shown = ", ".join(new[:6]) + (f" and {len(new) - 6} more" if len(new) > 6 else "")
         lines.append(f"from {settings.init_from}: new weights: {shown or 'none'}")
+    idle = torch.cuda.device_count() - spread.processes
+    if idle > 0 and spread.processes == 1 and torch.cuda.is_available():
+        lines.append(f"{idle} more GPUs are idle; torchrun --nproc-per-node {idle + 1} --no-python relpos train uses all")
     if resumed is not None:
         lines.append(f"resuming after step {resumed}" if resumed else "no complete checkpoint: starting anew")
     _say("\n".join(lines), main)

@@ -104,6 +104,7 @@ class RelPosTrainer(Trainer):
         self.decay_encodings, self.on_flush = decay_encodings, on_flush
         self._loss_of_step: Tensor | None = None
         self._norm_of_step: Any = None
+        self._parameters: int | None = None
         self._steps: list[tuple[int, Tensor, Any, float]] = []  # not yet read back from the device
         super().__init__(*args, **kwargs)
 
@@ -114,10 +115,24 @@ class RelPosTrainer(Trainer):
 
     # A record of every step. Losses stay on the device until a flush: reading each one would make the GPU wait.
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        # Evaluation asks for the loss only; without this the model would return all logits.
-        inputs = inputs if model.training else {**inputs, "skip_logits": True}
-        return super().compute_loss(model, inputs, *args, **kwargs)
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The model's loss, without logits. The items are those of all processes, whose gradients are then averaged.
+
+        The parent scales the loss in place, which under FSDP2 silently drops the hook that gathers the weights again.
+        """
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch, skip_logits=True)
+        loss = outputs["loss"]
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        # The parent counts all parameters anew for every batch.
+        if self._parameters is None:
+            self._parameters = self.accelerator.unwrap_model(self.model).num_parameters(exclude_embeddings=True)
+        return 6.0 * inputs["input_ids"].numel() * self._parameters
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)

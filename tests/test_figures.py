@@ -16,7 +16,6 @@ import relpos
 import relpos_cli
 from relpos import capture, encodings, figures
 from relpos.data import tokenizer as tokenizers
-from relpos.errors import UserError
 from relpos.figures import maps as drawing
 from relpos.figures import sources, style
 from relpos.models import RelPosConfig, RelPosForCausalLM
@@ -238,7 +237,7 @@ def test_picture_is_as_stored(tmp_path):
     """Against a stored picture, with a tolerance for other versions of matplotlib and FreeType. To renew it, delete the
     file, run this test and look at the new one."""
     held = capture.from_spec("kerple", length=128, heads=4)
-    held.parameters["0.p"], held.parameters["0.a"] = torch.tensor([0.5, 1.0, 1.5, 2.0]), torch.tensor([1.0, 0.5, 0.2, 0.1])
+    held.parameters = {"0.p": torch.tensor([0.5, 1.0, 1.5, 2.0]), "0.a": torch.tensor([1.0, 0.5, 0.2, 0.1])}
     held.layers = {}
     held.provenance = {"note": "stored picture"}
     made = tmp_path / "picture.png"
@@ -273,7 +272,7 @@ def test_colours():
 
 
 def test_diverging_colours_are_even_and_mirror_each_other():
-    """Lightness falls in equal steps from the middle to both ends (CIE L*, which is not the space they were made in)."""
+    """Lightness falls in equal steps from the middle to both ends (in CIE L*, not the space they were made in)."""
     rgb = style.DIVERGING(np.linspace(0, 1, 65))[:, :3]
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     y = linear @ [0.2126, 0.7152, 0.0722]

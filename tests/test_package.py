@@ -319,8 +319,8 @@ def snippets(language: str, path: str = "README.md") -> list[str]:
 
 
 def test_readme_python_runs(tmp_path):
-    blocks = snippets("python")
-    assert blocks
+    blocks = snippets("python") + snippets("python", "docs/figures.md")
+    assert len(blocks) >= 2
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)],
         cwd=tmp_path, env={**ENV, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,

@@ -244,7 +244,7 @@ def record(model: Any, tokens: Tensor, wanted: list[int]) -> dict[int, Layer]:
     hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in numbers]
     device = next(model.parameters()).device
     ids = tokens.to(device=device, dtype=torch.long)[None]
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if getattr(model.config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = ids
     else:
@@ -265,7 +265,8 @@ def record(model: Any, tokens: Tensor, wanted: list[int]) -> dict[int, Layer]:
 def to_cpu(layer: Layer) -> Layer:
     def moved(term: Term) -> Term:
         fields = {f.name: getattr(term, f.name) for f in dataclasses.fields(term)}
-        return type(term)(**{k: v.cpu() if isinstance(v, Tensor) else v for k, v in fields.items()})
+        tensors: Any = {key: value.cpu() for key, value in fields.items() if isinstance(value, Tensor)}
+        return dataclasses.replace(term, **tensors)
 
     return dataclasses.replace(
         layer,

@@ -19,7 +19,7 @@ from relpos.capture.record import MAX_LENGTH, Capture, Layer, title_of
 from relpos.data import tokenizer as tokenizers
 from relpos.errors import UserError
 from relpos.models import RelPosForCausalLM, RelPosForMaskedLM
-from relpos.models.layers import RelPosPreTrainedModel
+from relpos.models.base import RelPosPreTrainedModel
 
 TEXT = Path(__file__).with_name("text.txt")  # our own prose, at least 512 tokens with GPT-2's tokenizer
 

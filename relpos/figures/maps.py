@@ -89,7 +89,8 @@ def draw(maps: Maps, *, shared: bool = False, columns: int = 3) -> Figure:
     count = len(maps.heads)
     columns = min(columns, count)
     rows = math.ceil(count / columns)
-    side, gap_x, gap_y, left, right = 2.9, 1.25, 0.62, 0.6, 0.85
+    digits = 0.08 * max(0, len(str(maps.length - 1)) - 3)  # longer tick labels want more room
+    side, gap_x, gap_y, left, right = 2.9, 1.25 + digits, 0.62, 0.6 + digits, 0.9
     lines = textwrap.wrap(maps.caption, max(40, int(columns * 56)))
     top, bottom = 0.75, 0.45 + 0.17 * len(lines)
     width = left + columns * side + (columns - 1) * gap_x + right

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
+from relpos.models.base import RelPosPreTrainedModel
 from relpos.models.cache import RelPosCacheLayer
 from relpos.models.config import SIZES, RelPosConfig, RelPosEncoderConfig
 from relpos.models.encoder import RelPosEncoder, RelPosForMaskedLM
@@ -25,4 +26,5 @@ __all__ = [
     "RelPosForCausalLM",
     "RelPosForMaskedLM",
     "RelPosModel",
+    "RelPosPreTrainedModel",
 ]

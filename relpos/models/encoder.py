@@ -15,19 +15,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 from relpos.errors import UserError
+from relpos.models.base import RelPosPreTrainedModel, embedded
 from relpos.models.config import RelPosConfig, RelPosEncoderConfig
 from relpos.models.convert import Copy, source_model
-from relpos.models.layers import (
-    MLP,
-    Attention,
-    Encodings,
-    Plan,
-    RelPosPreTrainedModel,
-    activation,
-    embedded,
-    layout_of,
-)
+from relpos.models.layers import MLP, Attention, activation
 from relpos.models.loss import chunked_loss, plain_loss
+from relpos.models.positions import Encodings, Plan, layout_of
 
 
 class EncoderBlock(GradientCheckpointingLayer):

@@ -16,10 +16,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from relpos.errors import UserError
+from relpos.models.base import RelPosPreTrainedModel, embedded
 from relpos.models.config import RelPosConfig
 from relpos.models.convert import Copy, source_model
-from relpos.models.layers import MLP, Attention, Encodings, Plan, RelPosPreTrainedModel, embedded, layout_of
+from relpos.models.layers import MLP, Attention
 from relpos.models.loss import chunked_loss, plain_loss, shifted, token_losses
+from relpos.models.positions import Encodings, Plan, layout_of
 
 
 class GPTBlock(GradientCheckpointingLayer):

@@ -1,9 +1,9 @@
 """Renew the generated parts of the docs: the README's table of encodings, and the gallery of docs/figures.md.
 
-    python docs/generate.py             text and pictures (`make docs`)
-    python docs/generate.py --check     says whether the text is current
-    python docs/generate.py --captures RUNS     first make the captures that ship from the runs in RUNS, one folder per
-                                                encoding as `relpos train --encoding A,B,...` leaves them
+python docs/generate.py             text and pictures (`make docs`)
+python docs/generate.py --check     says whether the text is current
+python docs/generate.py --captures RUNS     first make the captures that ship from the runs in RUNS, one folder per
+                                            encoding as `relpos train --encoding A,B,...` leaves them
 """
 
 from __future__ import annotations
@@ -92,10 +92,11 @@ def pictures() -> None:
     figures.figure().savefig(IMAGES / "encodings.png", dpi=75)
 
 
-def captures(runs: Path) -> None:
+def captures(runs: Path, step: int | None) -> None:
     for spec in PAPER:
         name = encodings.slug(spec)
-        made = capture_run(runs / name, SHIPPED / f"{name}.safetensors", half=True)
+        folder = runs / name if step is None else runs / name / f"checkpoint-{step}"
+        made = capture_run(folder, SHIPPED / f"{name}.safetensors", half=True)
         print(f"{name}: {figures.provenance(made)}")
 
 
@@ -103,9 +104,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--captures", type=Path, metavar="RUNS")
+    parser.add_argument("--step", type=int, help="with --captures: take that checkpoint of every run")
     given = parser.parse_args()
     if given.captures:
-        captures(given.captures)
+        captures(given.captures, given.step)
     stale = []
     for file, parts in PARTS.items():
         path = ROOT / file

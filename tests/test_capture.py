@@ -370,5 +370,17 @@ def test_what_a_run_says_about_itself_is_kept(tmp_path):
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(told))
     facts = capture.from_model(folder, length=32).provenance
-    assert facts["steps"] == 70 and facts["perplexity"].startswith("7.39") and facts["commit"] == "0123456789"
+    assert facts["steps"] == "70" and facts["perplexity"].startswith("7.39") and facts["commit"] == "0123456789"
     assert facts["data"] == "books (bytes tokens)" and "/somewhere" not in json.dumps(facts)
+
+
+def test_a_checkpoint_says_its_own_step(tmp_path):
+    folder = run_folder(tmp_path / "run" / "checkpoint-40")
+    told = {
+        "settings": {"size": "nano", "seed": 3}, "spread": {"length": 512}, "tokens_per_step": 1024, "steps": 70,
+        "data": {"folder": "books", "tokenizer": {"name": "bytes"}}, "validation_loss": 2.0, "git": None,
+    }  # fmt: skip
+    (folder.parent / "run.json").write_text(json.dumps(told))
+    (folder.parent / "validation.jsonl").write_text('{"step": 40, "loss": 1.0}\n{"step": 70, "loss": 2.0}\n')
+    facts = capture.from_model(folder, length=32).provenance
+    assert facts["steps"] == "40 of 70" and facts["perplexity"].startswith("2.72")

@@ -186,6 +186,8 @@ def _title(body: Any, folder: Path | None, family: families.Family | None) -> st
 def _described(body: Any, heads: int, count: int, folder: Path | None) -> str:
     """One line about a model: what it is called and how large it is."""
     name = body.config.model_type if folder is None else folder.resolve().name
+    if folder is not None and name.startswith("checkpoint-"):
+        name = f"{folder.resolve().parent.name}/{name}"
     return f"{name}, {count} layers of {heads} heads, {sum(p.numel() for p in body.parameters()):,} parameters"
 
 
@@ -301,10 +303,13 @@ def run_facts(folder: Path) -> dict[str, Any]:
             "recipe": f"{settings['size']} at length {spread['length']}, {run['tokens_per_step']:,} tokens a step, "
             f"seed {settings['seed']}",
             "data": f"{Path(run['data']['folder']).name} ({run['data']['tokenizer']['name']} tokens)",
-            "steps": int(match.group(1)) if match else run["steps"],
+            "steps": f"{int(match.group(1)):,} of {run['steps']:,}" if match else f"{run['steps']:,}",
         }
         loss = run.get("validation_loss")
-        if loss is not None and not match:
+        if match:
+            lines = path.with_name("validation.jsonl").read_text(encoding="utf-8").splitlines()
+            loss = {one["step"]: one["loss"] for one in map(json.loads, lines)}.get(int(match.group(1)))
+        if loss is not None:
             facts["perplexity"] = f"{math.exp(loss):.2f} per token, validation"
         if run.get("git"):
             facts["commit"] = run["git"]["commit"][:10] + (" with changes" if run["git"]["changed"] else "")

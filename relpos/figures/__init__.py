@@ -39,7 +39,7 @@ DPI = 150
 _EXPLAINED = {
     "bias": "The bias position adds to the scaled scores",
     "scores": "Scores q.k/sqrt(D) after rotation, before bias and mask",
-    "weights": "Attention weights, logarithmic colours",
+    "weights": "Attention weights, logarithmic colours down to 1e-6",
 }
 
 

@@ -80,7 +80,9 @@ def panel(ax: Axes, bar: Axes | None, maps: Maps, index: int, low: float, high: 
     if bar is None:
         return
     ax.figure.colorbar(image, cax=bar)
-    if low < high and maps.kind != "weights":
+    if low == high:
+        bar.set_yticks([low])  # one value: no range to show
+    elif maps.kind != "weights":
         bar.set_ylim(low, high)  # colours may be centred on zero; the bar ends where the map does
 
 

@@ -81,7 +81,7 @@ def colours(low: float, high: float, kind: str) -> tuple[Normalize, Colormap]:
         return LogNorm(max(low, 1e-6), max(high, 1e-5), clip=True), sequential
     size = max(abs(low), abs(high))
     if low == high:
-        return Normalize(low - 0.5, high + 0.5), sequential
+        return Normalize(low - 1, high), sequential
     if kind == "difference" or (min(-low, high) > 0.05 * size):
         return Normalize(-size, size), diverging
     return Normalize(low, high), sequential

@@ -384,3 +384,22 @@ def test_a_checkpoint_says_its_own_step(tmp_path):
     (folder.parent / "validation.jsonl").write_text('{"step": 40, "loss": 1.0}\n{"step": 70, "loss": 2.0}\n')
     facts = capture.from_model(folder, length=32).provenance
     assert facts["steps"] == "40 of 70" and facts["perplexity"].startswith("2.72")
+
+
+def test_the_command(tmp_path, capsys):
+    import relpos_cli
+
+    folder = run_folder(tmp_path / "run", "cable")
+    text = tmp_path / "words.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 3)
+    out = tmp_path / "deep" / "run.safetensors"
+    with pytest.raises(SystemExit) as stop:
+        relpos_cli.main(
+            ["capture", str(folder), "--text", str(text), "--layers", "all", "--length", "64", "--out", str(out)]
+        )
+    assert stop.value.code == 0 and "layers 0, 1 of 2" in capsys.readouterr().out
+    held = capture.load(out)
+    assert held.length == 64 and held.provenance["text"] == "words.txt" and set(held.layers) == {0, 1}
+    with pytest.raises(SystemExit) as stop:
+        relpos_cli.main(["capture", str(folder), "--layers", "first", "--out", str(out)])
+    assert stop.value.code == 2 and "'last', 'all' or numbers" in capsys.readouterr().err

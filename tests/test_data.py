@@ -178,6 +178,20 @@ def test_every_source_gives_the_same_documents(tmp_path):
             assert data.index["skipped"] == ["picture.png"]
 
 
+def test_hugging_face_dataset(tmp_path, monkeypatch):
+    """The library itself, streaming a dataset that lies on this disk."""
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    rows = "".join(json.dumps({"text": t, "n": i}) + "\n" for i, t in enumerate(TEXTS))
+    (tmp_path / "owner" / "name" / "train.jsonl").write_text(rows)
+    assert decoded(prepare("hf:owner/name", tmp_path / "out", "bytes", validation=0.0)) == KEPT
+    source = sources.find("hf:owner/name", sources.Options())
+    assert [piece for piece, _ in source.pieces(source.units[0], 4)] == TEXTS[4:]
+    with pytest.raises(UserError, match="split 'test'"):
+        prepare("hf:owner/name", tmp_path / "never", "bytes", split="test")
+
+
 def test_token_stream_without_a_tokenizer_and_without_a_last_end(tmp_path):
     (tmp_path / "s.bin").write_bytes(np.asarray([5, 6, 9, 9, 7, 8], dtype="<u2").tobytes())
     data = prepare(str(tmp_path / "s.bin"), tmp_path / "out", eot=9, validation=0.0)

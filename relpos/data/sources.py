@@ -362,7 +362,7 @@ def _load_dataset(name: str, options: Options) -> Any:
 
 
 def _dataset(unit: Unit, options: Options, skip: int) -> Iterator[Piece]:
-    """Rows of a streamed dataset. Rows without text count as documents here, so that `skip` can be left to it."""
+    """Rows of a streamed dataset. A row without text is an empty piece, so that `skip` can be left to the library."""
     for number, row in enumerate(_load_dataset(unit.path, options).skip(skip), skip):
         text = _field(row, options.field, f"{unit.path}, row {number}")
-        yield from _long(_clean(text))
+        yield from _long(_clean(text) if text.strip() else "")

@@ -35,7 +35,7 @@ from relpos.data.tokenizer import MASK
 from relpos.errors import UserError
 from relpos.models import RelPosConfig, RelPosEncoderConfig, RelPosForCausalLM, RelPosForMaskedLM
 from relpos.training import presets, record
-from relpos.training.trainer import RelPosTrainer, decayed, last_checkpoint, sync_folder
+from relpos.training.trainer import RelPosTrainer, could_not_write, decayed, is_full, last_checkpoint, sync_folder
 
 TASKS = ("clm", "mlm")
 
@@ -470,6 +470,10 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
     except UserError as error:
         run.update(status="failed", error=str(error))
         raise
+    except OSError as error:
+        if is_full(error):  # in a line of the metrics, say
+            raise could_not_write(error, out, f"step {screen.step}") from error
+        raise
     except KeyboardInterrupt:
         run.update(status="interrupted")
         _say(f"stopped at step {screen.step}; go on with: relpos train --resume --out {out}", main)
@@ -543,7 +547,8 @@ def _announce(
         lines.append(f"from {settings.init_from}: new weights: {shown or 'none'}")
     idle = torch.cuda.device_count() - spread.processes
     if idle > 0 and spread.processes == 1 and torch.cuda.is_available():
-        lines.append(f"{idle} more GPUs are idle; torchrun --nproc-per-node {idle + 1} --no-python relpos train uses all")
+        use = f"torchrun --nproc-per-node {idle + 1} --no-python relpos train ..."
+        lines.append(f"{idle} more GPUs are idle; {use} uses them all")
     if resumed is not None:
         lines.append(f"resuming after step {resumed}" if resumed else "no complete checkpoint: starting anew")
     _say("\n".join(lines), main)
@@ -561,9 +566,9 @@ def _save_final(trainer: RelPosTrainer, out: Path, main: bool) -> None:
             for path in sorted(staged.iterdir(), key=lambda p: p.suffix == ".safetensors"):
                 os.replace(path, out / path.name)
             staged.rmdir()
-    except OSError as error:
+    except Exception as error:  # OSError, SafetensorError
         shutil.rmtree(staged, ignore_errors=True)
-        raise UserError(f"the final model could not be written into {out}: {error.strerror or error}") from error
+        raise could_not_write(error, out, "the final model") from error
     trainer.accelerator.wait_for_everyone()
 
 

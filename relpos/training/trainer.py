@@ -203,7 +203,7 @@ class RelPosTrainer(Trainer):
                 _sync_directory(run)
         except Exception as error:  # OSError, RuntimeError from torch.save, SafetensorError from safetensors
             shutil.rmtree(staged, ignore_errors=True)
-            raise _could_not_write(error, run, final) from error
+            raise could_not_write(error, run, final.name) from error
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
@@ -272,11 +272,15 @@ def _sync_directory(folder: Path) -> None:
         os.close(handle)
 
 
-def _could_not_write(error: Exception, run: Path, final: Path) -> UserError:
-    """What a failed save means for the user."""
+def is_full(error: Exception) -> bool:
     code = error.errno if isinstance(error, OSError) else None
+    return code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+
+
+def could_not_write(error: Exception, run: Path, what: str) -> UserError:
+    """What a failed save means for the user."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    full = code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or shutil.disk_usage(run).free < 1 << 20
-    step, last, _ = last_checkpoint(run)
+    full = is_full(error) or shutil.disk_usage(run).free < 1 << 20
+    _, last, _ = last_checkpoint(run)
     kept = f"{last} is intact: make room and go on with --resume" if last else "there was no earlier checkpoint"
-    return UserError(f"{'the disk is full' if full else text}: {final.name} could not be written. {kept}")
+    return UserError(f"{'the disk is full' if full else text}: {what} could not be written. {kept}")

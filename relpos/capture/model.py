@@ -110,12 +110,30 @@ def capture_run(
     told = {"note": note} if note else {}
     out = Path(out)
     name = out.name.removesuffix(".safetensors")
-    made = from_model(Path(run), text=text, length=length, layers=wanted, content=content, name=name, provenance=told)
+    made = from_model(
+        final(Path(run)), text=text, length=length, layers=wanted, content=content, name=name, provenance=told
+    )
     made.save(out, half=half)
     return made
 
 
 # Loading.
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint in a run, in the order of training."""
+    found = []
+    for path in folder.glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if match and (path / "config.json").is_file():
+            found.append((int(match.group(1)), path))
+    return sorted(found)
+
+
+def final(folder: Path) -> Path:
+    """The model of a run folder: its own, or the last checkpoint's where the run has not ended yet."""
+    found = [] if (folder / "config.json").is_file() else checkpoints(folder)
+    return found[-1][1] if found else folder
 
 
 def load_model(folder: Path) -> nn.Module:
@@ -152,7 +170,7 @@ def _load(folder: Path, kind: str) -> nn.Module:
 
     ours = {cls.config_class.model_type: cls for cls in (RelPosForCausalLM, RelPosForMaskedLM)}
     if kind in ours:
-        return ours[kind].from_pretrained(folder)
+        return ours[kind].from_pretrained(folder, dtype="float32")
     families.family_of(kind)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -13,6 +13,7 @@ from torch import nn
 from relpos import capture as captures
 from relpos import encodings
 from relpos.capture import Capture
+from relpos.capture.model import checkpoints, final
 from relpos.errors import UserError
 
 SHIPPED = Path(captures.__file__).with_name("shipped")
@@ -41,16 +42,6 @@ def shipped() -> list[Path]:
     return files
 
 
-def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint in a run, in the order of training."""
-    found = []
-    for path in folder.glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
-        if match and (path / "config.json").is_file():
-            found.append((int(match.group(1)), path))
-    return sorted(found)
-
-
 def _is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or bool(checkpoints(folder))
 
@@ -71,9 +62,8 @@ def resolve(
         return captures.from_model(what, text=text, tokens=tokens, length=length or 512, layers=layers, name=name)
     path = Path(what)
     if path.is_dir() and _is_model(path):
-        folder = path if (path / "config.json").is_file() else checkpoints(path)[-1][1]
         return captures.from_model(
-            folder, text=text, tokens=tokens, length=length or 512, layers=layers, name=name or path.resolve().name
+            final(path), text=text, tokens=tokens, length=length or 512, layers=layers, name=name or path.resolve().name
         )
     if path.is_file() and path.suffix != ".py":
         held = captures.load(path)

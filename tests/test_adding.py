@@ -1,5 +1,5 @@
-"""docs/adding-an-encoding.md, done: its file and its case are added to a copy of the source tree; then the registry, the
-tests over the case table, the kernel tests and the command line have the new encoding."""
+"""docs/adding-an-encoding.md, done: its file and its case are added to a copy of the source tree; then the registry,
+the tests over the case table, the kernel tests and the command line have the new encoding."""
 
 from __future__ import annotations
 

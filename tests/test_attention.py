@@ -4,7 +4,9 @@ every other way to compute the same numbers against the reference."""
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ every = pytest.mark.parametrize("case", CASES, ids=[case.spec for case in CASES]
 several = [case for case in CASES if case.distinct]
 distinct = pytest.mark.parametrize("case", several, ids=[case.spec for case in several])
 H = 3
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def attention(case: Case, encoding: Encoding, inputs: Inputs, **options):
@@ -96,7 +99,7 @@ def gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, t
 
 
 @distinct
-@pytest.mark.parametrize("setup", ["causal", "both ways", "padded", "one token", "packed", "rows"])
+@pytest.mark.parametrize("setup", ["causal", "both ways", "padded", "one token", "packed", "rows", "gaps"])
 def test_blockwise_is_the_reference(case, setup, small_blocks):
     if setup == "both ways" and not case.bidirectional:
         return
@@ -111,6 +114,8 @@ def test_blockwise_is_the_reference(case, setup, small_blocks):
     if setup == "rows":
         inputs.q = inputs.q[:, :, :6].detach().requires_grad_()
         options["q_offset"] = torch.tensor([2, 7])
+    if setup == "gaps":
+        options["positions"] = torch.arange(T) * 3
     leaves = inputs.leaves(encoding)
     expected = attention(case, encoding, inputs, impl="reference", **options)
     actual = attention(case, encoding, inputs, impl="blockwise", **options)
@@ -122,6 +127,39 @@ def test_blockwise_is_the_reference(case, setup, small_blocks):
     # Every parameter takes part. A bank's and a table's far entries do not, at 13 tokens.
     if setup == "causal" and case.embed is None:
         assert all(there[name].abs().sum() > 0 for name in leaves if name != "c" or T > 1)
+
+
+def test_blockwise_under_autocast(small_blocks):
+    """The blocks are computed again in the backward pass, which runs outside autocast."""
+    case = next(case for case in CASES if case.spec == "kerple")
+    encoding, inputs = make(case, H, dtype=torch.float32), Inputs(H, 13, dtype=torch.float32)
+    leaves, found = inputs.leaves(encoding), {}
+    for impl in ("reference", "blockwise"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = attention(case, encoding, inputs, impl=impl)
+        found[impl] = gradients(out, leaves)
+    for name in leaves:
+        torch.testing.assert_close(found["blockwise"][name], found["reference"][name], rtol=0.05, atol=0.02)
+
+
+def test_blockwise_memory_is_linear():
+    """Of a process of its own: dense, one tensor of scores alone would take 256 MiB, and a step several of them."""
+    program = """
+import resource, torch, relpos
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+encoding = relpos.encodings.build("kerple", heads=4, head_dim=8)
+def step(T):
+    q, k, v = (torch.randn(1, 4, T, 8, requires_grad=True) for _ in range(3))
+    relpos.attention(q, k, v, encoding, impl="blockwise").sum().backward()
+step(1024)
+before = peak()
+step(4096)
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 400, f"{done.stdout.strip()} MiB more at 4096 tokens than at 1024"
 
 
 @distinct

@@ -97,7 +97,7 @@ def bias_of(
     return total
 
 
-def attend_rows(
+def attend_block(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -108,10 +108,9 @@ def attend_rows(
     rows: slice = slice(None),
     keys: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and weights of some rows of queries against the first `keys` keys (all of them by default).
-    k and v [B,H,Tk,D] already hold one head per query head."""
+    """Output and weights of some rows of queries against the first `keys` keys (all of them by default): q [B,H,q,D]
+    holds those rows only, k and v [B,H,keys,D] those keys, with one head per query head. Terms and layout are whole."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = q[:, :, rows], k[:, :, :keys], v[:, :, :keys]
     scores = (q @ k.transpose(-1, -2)).to(wide) * scale
     bias = bias_of(terms, layout, q.shape[1], rows, keys).to(wide)
     allowed = layout.allowed(rows, keys)[:, None]
@@ -139,7 +138,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [B,H,Tq,D] and weights [B,H,Tq,Tk] of q, k, v that are already rotated."""
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    return attend_rows(q, k, v, terms, layout, scale, rescore)
+    return attend_block(q, k, v, terms, layout, scale, rescore)
 
 
-__all__ = ["apply_rotation", "attend", "attend_rows", "bias_of", "diagonals", "repeat_heads", "rotate", "term_bias"]
+__all__ = ["apply_rotation", "attend", "attend_block", "bias_of", "diagonals", "repeat_heads", "rotate", "term_bias"]

@@ -76,20 +76,28 @@ def obstacle(q: Tensor, k: Tensor, terms: list[Term], layout: Layout, *, rescore
     return None
 
 
-# Block sizes: (BM, BN, warps, stages) by head size up to 64 and up to 128, tuned on an H200 with benchmarks/tune.py.
-# float32 tiles are twice as large and not fed to the tensor cores.
-_BLOCKS: dict[str, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] = {
-    "forward": ((128, 64, 4, 3), (128, 64, 8, 3)),
-    "backward_q": ((128, 64, 4, 3), (128, 64, 8, 2)),
-    "backward_k": ((64, 128, 4, 3), (64, 128, 8, 2)),
-    "backward_distance": ((64, 64, 4, 3), (64, 64, 4, 2)),
+# Block sizes by kernel, for heads of up to 64 and up to 128 features: BM, BN, warps, stages, registers a thread (0: as the
+# compiler likes). Tuned on an H200 with benchmarks/tune.py. Fewer registers let more programs share a multiprocessor.
+Blocks = tuple[int, int, int, int, int]
+_BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
+    "forward": ((64, 64, 4, 3, 128), (128, 64, 8, 3, 0)),
+    "backward_q": ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
+    "backward_k": ((32, 64, 4, 3, 128), (32, 64, 4, 2, 0)),
+    "backward_distance": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
 }
 
 
-def _blocks(kernel: str, q: Tensor) -> tuple[int, int, int, int]:
-    if q.dtype == torch.float32:
-        return (32, 32, 4, 1) if q.shape[-1] > 64 else (64, 32, 4, 1) if kernel == "forward" else (32, 32, 4, 1)
+def _blocks(kernel: str, q: Tensor) -> Blocks:
+    if q.dtype == torch.float32:  # tiles twice as large, and not fed to the tensor cores
+        return (64, 32, 4, 1, 0) if kernel == "forward" and q.shape[-1] <= 64 else (32, 32, 4, 1, 0)
     return _BLOCKS[kernel][q.shape[-1] > 64]
+
+
+def _resources(blocks: Blocks) -> dict[str, int]:
+    """The launch options of block sizes."""
+    _, _, warps, stages, registers = blocks
+    options = {"num_warps": warps, "num_stages": stages}
+    return options | {"maxnreg": registers} if registers and torch.version.cuda else options
 
 
 def _like(x: Tensor) -> Tensor:
@@ -102,27 +110,32 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [s for x in tensors for s in x.stride()[:3]]
 
 
-def _strip(values: Tensor, origin: int, causal: bool, Tk: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """`[H, 16, Y]`: sixteen copies of a by-distance table, each shifted by one, so that a tile's rows are contiguous and
-    aligned; and the column of distance 0. `strip[h, a, y]` is the value at distance `a - (y - zero)`.
+def _strip_size(reach: int, causal: bool, Tk: int) -> tuple[int, int]:
+    """Column of distance 0 and number of columns of a strip."""
+    up = lambda n: -(-n // SKEW) * SKEW  # noqa: E731
+    zero = up((min(reach, Tk) if causal else Tk) + 2 * BLOCK + SKEW)
+    return zero, zero + up((0 if causal else Tk) + 2 * BLOCK + SKEW)
+
+
+def _strip(values: Tensor, origin: int, causal: bool, Tk: int, dtype: torch.dtype) -> Tensor:
+    """`[H, 2, 16, Y]`: sixteen copies of a by-distance table, each shifted by one, so that a tile's rows are contiguous and
+    aligned. `strip[h, 0, a, y]` is the value at distance `a - (y - zero)`; the second half is for tiles that lie
+    across: `strip[h, 1, a, y]` is the value at distance `(y - (Y - zero)) - a`.
 
     In float16 for 16-bit inputs: what a bias of -b contributes shrinks as e^-b, faster than its rounding grows."""
-    reach = min(values.shape[1] - 1 - origin, Tk) if causal else Tk
-    zero = -(-(reach + 2 * BLOCK + SKEW) // SKEW) * SKEW
-    ahead = 0 if causal else Tk
-    length = zero + -(-(ahead + 2 * BLOCK + SKEW) // SKEW) * SKEW
+    last = values.shape[1] - 1
+    zero, length = _strip_size(last - origin, causal, Tk)
     a = torch.arange(SKEW, device=values.device)[:, None]
     y = torch.arange(length, device=values.device)[None]
-    index = (origin + a - y + zero).clamp(0, values.shape[1] - 1)
-    if dtype != torch.float32:
-        values = values.clamp(-6e4, 6e4).half()
-    return values[:, index].contiguous(), zero
+    index = (origin + torch.stack((a - y + zero, y - a + zero - length))).clamp(0, last)
+    values = values.detach()
+    return (values if dtype == torch.float32 else values.clamp(-6e4, 6e4).half())[:, index]
 
 
 class _Call:
     """The arguments the kernels share."""
 
-    def __init__(self, q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, meta, docs, origin,
+    def __init__(self, q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin,
                  causal, pot, window, q_offset, scale):  # fmt: skip
         self.q, self.k, self.v = q, k, v
         self.B, self.H, self.Tq, self.D = q.shape
@@ -132,35 +145,32 @@ class _Call:
         dummy = q  # a pointer that is never read
         self.gated = gate is not None
         self.K = 0 if knots is None else knots.numel()
-        strip, zero, far, reach = dummy, 0, dummy, 0
+        zero = length = reach = 0
+        far = dummy
         if values is not None:
-            strip, zero = _strip(values * LOG2E, origin, causal, self.Tk, q.dtype)
             far, reach = (values[:, -1] * LOG2E).contiguous(), values.shape[1] - 1 - origin
-        if rate is not None:
-            d = torch.arange(0 if causal else 1 - self.Tk, self.Tk, device=q.device).abs()
-            logs = torch.log1p(rate[:, None] * d) * LOG2E
-            # A rate that all heads share (knots follow) can afford float32: one strip serves them all.
-            wide = torch.float32 if rate.numel() == 1 else q.dtype
-            strip, zero = _strip(logs, 0 if causal else self.Tk - 1, causal, self.Tk, wide)
+        if strip is not None:
+            zero, length = _strip_size(reach if values is not None else self.Tk - 1, causal, self.Tk)
         scaled = {
             "slopes": None if slopes is None else (slopes * LOG2E).contiguous(),
             "rate": None if rate is None else rate.expand(self.H).contiguous(),
+            "gate": None if gate is None else gate * LOG2E,
             "rho": None if rho is None else (rho * LN2).contiguous(),
             "pslope": None if pslope is None else (pslope * LOG2E).contiguous(),
             "poffset": None if poffset is None else (poffset * LOG2E).contiguous(),
         }
         pick = lambda x: dummy if x is None else x  # noqa: E731
         self.mask = (pick(meta), pick(docs))
-        per_head = SKEW * strip.shape[-1] if strip.dim() == 3 and strip.shape[0] > 1 else 0
-        self.strip = (strip, zero, strip.shape[-1], per_head)
+        per_head = 0 if strip is None or strip.shape[0] == 1 else 2 * SKEW * length
+        self.strip = (strip, zero, length, per_head)
         self.tensors = (
-            *self.mask, pick(scaled["slopes"]), pick(sq), pick(sk), pick(gate), pick(scaled["rate"]), pick(scaled["rho"]),
-            pick(knots), pick(scaled["pslope"]), pick(scaled["poffset"]), strip, far,
+            *self.mask, pick(scaled["slopes"]), pick(sq), pick(sk), pick(scaled["gate"]), pick(scaled["rate"]), pick(scaled["rho"]),
+            pick(knots), pick(scaled["pslope"]), pick(scaled["poffset"]), pick(strip), far,
         )  # fmt: skip
         batch = lambda x, heads: 0 if x is None or x.shape[0] == 1 else heads  # noqa: E731
         self.batch = (batch(sk, self.H), batch(gate, self.H), batch(rho, 1))
         self.sizes = (self.H, self.group, self.Tq, self.Tk, q_offset, scale * LOG2E)
-        self.reach = (reach, zero, strip.shape[-1], per_head)
+        self.reach = (reach, zero, length, per_head)
         self.flags = dict(
             CAUSAL=causal, HAS_META=meta is not None, HAS_DOCS=docs is not None, WINDOW=window,
             PREC="ieee" if q.dtype == torch.float32 else "tf32", D=self.D, DP=max(16, 1 << (self.D - 1).bit_length()),
@@ -176,23 +186,23 @@ class _Call:
 GRADS = ("slopes", "sq", "sk", "gate", "rate", "rho", "pslope", "poffset", "values")
 
 
-def _forward(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, meta, docs, origin, causal, pot,
+def _forward(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal, pot,
              window, q_offset, scale):  # fmt: skip
-    c = _Call(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, meta, docs, origin, causal, pot,
+    c = _Call(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal, pot,
               window, q_offset, scale)  # fmt: skip
     out, lse = _like(q), q.new_empty(c.B, c.H, c.Tq, dtype=torch.float32)
-    BM, BN, warps, stages = _blocks("forward", q)
+    BM, BN, *_ = use = _blocks("forward", q)
     grid = (-(-c.Tq // BM), c.B * c.H)
     _kernels().forward[grid](
         q, k, v, out, lse, *c.tensors, *_strides(q, k, v, out), *c.batch, *c.sizes, *c.reach,
-        BM=BM, BN=BN, **c.flags, **c.terms, num_warps=warps, num_stages=stages,
+        BM=BM, BN=BN, **c.flags, **c.terms, **_resources(use),
     )  # fmt: skip
     return out, lse
 
 
-def _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, meta, docs,
+def _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs,
               origin, causal, pot, window, q_offset, scale, wants):  # fmt: skip
-    c = _Call(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, meta, docs, origin, causal, pot,
+    c = _Call(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal, pot,
               window, q_offset, scale)  # fmt: skip
     wanted = {name for bit, name in enumerate(GRADS) if wants >> bit & 1}
     if do.stride(-1) != 1:
@@ -206,22 +216,26 @@ def _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, psl
 
     by_query = maybe(pot == 2 or (pot == 1 and not causal), *lse.shape)
     by_gate, by_rho = maybe(c.gated, *lse.shape), maybe(c.K > 0, *lse.shape)
-    BM, BN, warps, stages = _blocks("backward_q", q)
+    # With slopes and linear potentials, what backward_k needs of a row is relative to the row's block here.
+    local = torch.empty_like(lse) if c.terms["CANCEL"] and (pot == 1 or slopes is not None) else lse
+    BM, BN, *_ = use = _blocks("backward_q", q)
     kernels.backward_q[(-(-c.Tq // BM), c.B * c.H)](
-        q, k, v, out, do, lse, delta, dq, by_query, by_gate, by_rho, *c.tensors, *_strides(q, k, v, out, do, dq),
+        q, k, v, out, do, lse, local, delta, dq, by_query, by_gate, by_rho, *c.tensors, *_strides(q, k, v, out, do, dq),
         *c.batch, *c.sizes, scale, *c.reach,
-        BM=BM, BN=BN, **c.flags, **c.terms, GRAD=bool(wanted), num_warps=warps, num_stages=stages,
+        BM=BM, BN=BN, **c.flags, **c.terms, GRAD=bool(wanted), **_resources(use),
     )  # fmt: skip
 
-    BM, BN, warps, stages = _blocks("backward_k", q)
+    QM = BM
+    BM, BN, *_ = use = _blocks("backward_k", q)
+    assert QM % BM == 0
     blocks = -(-c.Tk // BN)
     key = maybe(True, c.B, c.H, c.Tk)
     key_rate = maybe(rate is not None, c.B, c.H, c.Tk)
     pieces = lse.new_zeros(c.B, c.H, blocks, 2, c.K + 1) if wanted and c.K else delta
     kernels.backward_k[(blocks, c.B * k.shape[1])](
-        q, k, v, do, lse, delta, dk, dv, key, key_rate, pieces, *c.tensors, *_strides(q, k, v, do, dk, dv), *c.batch,
+        q, k, v, do, local, delta, dk, dv, key, key_rate, pieces, *c.tensors, *_strides(q, k, v, do, dk, dv), *c.batch,
         *c.sizes, scale, *c.reach,
-        BM=BM, BN=BN, **c.flags, **c.terms, KEYGRAD=bool(wanted), num_warps=warps, num_stages=stages,
+        BM=BM, BN=BN, QM=QM, **c.flags, **c.terms, KEYGRAD=bool(wanted), **_resources(use),
     )  # fmt: skip
 
     grads: dict[str, Tensor] = {}
@@ -233,6 +247,7 @@ def _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, psl
             by_query = by_query if gate is None else by_query * gate
             grads["sq"] = torch.zeros_like(lse) if pot == 1 and causal else -factor * by_query
         if "sk" in wanted:
+            key = key if gate is None else key * LN2  # the kernels' gates are times log2(e)
             grads["sk"] = key if pot == 1 else factor * key
         if "gate" in wanted:
             grads["gate"] = by_gate if pot == 1 else LN2 * by_gate
@@ -265,12 +280,12 @@ def _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, psl
 
 def _distance_gradient(c: _Call, do, lse, delta, far, values, origin, causal, window, docs) -> Tensor:
     q, k, v = c.q, c.k, c.v
-    n, _, warps, stages = _blocks("backward_distance", q)
+    n, *_ = use = _blocks("backward_distance", q)
     reach = values.shape[1] - 1 - origin
     # Tiles that lie wholly beyond the reach were summed by backward_k, unless masks kept it from telling them apart.
     everything = not causal or docs is not None or window > 0
     tile = _blocks("backward_k", q)
-    last = c.Tk - 1 if everything else min(reach + 2 * BLOCK, c.Tk - 1)
+    last = c.Tk - 1 if everything else min(reach + tile[0] + tile[1], c.Tk - 1)
     first = 0 if causal else -(-c.Tk // n)
     diagonals = -(-(last + n) // n) + first
     blocks = c.B * -(-c.Tq // n)
@@ -281,7 +296,7 @@ def _distance_gradient(c: _Call, do, lse, delta, far, values, origin, causal, wi
     _kernels().backward_distance[(diagonals, c.H * shares)](
         q, k, v, do, lse, delta, out, scratch, *c.mask, strip, *_strides(q, k, v, do),
         c.B, *c.sizes, reach, zero, length, per_head, -first, BM=n, KM=0 if everything else tile[0], KN=tile[1], **c.flags,
-        num_warps=warps, num_stages=stages,
+        **_resources(use),
     )  # fmt: skip
     halves = out.sum(0)  # entry x of diagonal block m is distance m * n + x - (n - 1)
     sums = lse.new_zeros(c.H, diagonals + 1, n)
@@ -307,29 +322,29 @@ _O = Optional[Tensor]
 
 @torch.library.custom_op("relpos::attend", mutates_args=())
 def _attend(q: _T, k: _T, v: _T, slopes: _O, sq: _O, sk: _O, gate: _O, rate: _O, rho: _O, knots: _O, pslope: _O,
-            poffset: _O, values: _O, meta: _O, docs: _O, origin: int, causal: bool, pot: int, window: int, q_offset: int,
+            poffset: _O, values: _O, strip: _O, meta: _O, docs: _O, origin: int, causal: bool, pot: int, window: int, q_offset: int,
             scale: float) -> tuple[_T, _T]:  # fmt: skip
-    return _forward(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, meta, docs, origin, causal,
+    return _forward(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal,
                     pot, window, q_offset, scale)  # fmt: skip
 
 
 @_attend.register_fake
-def _(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, meta, docs, origin, causal, pot, window,
+def _(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal, pot, window,
       q_offset, scale):  # fmt: skip
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("relpos::attend_backward", mutates_args=())
 def _attend_backward(do: _T, q: _T, k: _T, v: _T, out: _T, lse: _T, slopes: _O, sq: _O, sk: _O, gate: _O,
-                     rate: _O, rho: _O, knots: _O, pslope: _O, poffset: _O, values: _O, meta: _O, docs: _O, origin: int,
+                     rate: _O, rho: _O, knots: _O, pslope: _O, poffset: _O, values: _O, strip: _O, meta: _O, docs: _O, origin: int,
                      causal: bool, pot: int, window: int, q_offset: int, scale: float, wants: int,
                      ) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
-    return _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, meta,
+    return _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta,
                      docs, origin, causal, pot, window, q_offset, scale, wants)  # fmt: skip
 
 
 @_attend_backward.register_fake
-def _(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, meta, docs, origin,
+def _(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin,
       causal, pot, window, q_offset, scale, wants):  # fmt: skip
     given = (slopes, sq, sk, gate, rate, rho, pslope, poffset, values)
     return (
@@ -339,8 +354,8 @@ def _(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, pof
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:15])
-    ctx.scalars = inputs[15:21]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:16])
+    ctx.scalars = inputs[16:22]
 
 
 def _gradients(ctx, do, _lse):
@@ -349,7 +364,7 @@ def _gradients(ctx, do, _lse):
     wants = sum(1 << bit for bit, slot in enumerate(slots) if needs[slot])
     dq, dk, dv, *grads = _attend_backward(do, *ctx.saved_tensors, *ctx.scalars, wants)
     by_slot = dict(zip(slots, grads, strict=True))
-    return (dq, dk, dv, *[by_slot.get(n) if needs[n] else None for n in range(3, 21)])
+    return (dq, dk, dv, *[by_slot.get(n) if needs[n] else None for n in range(3, 22)])
 
 
 _attend.register_autograd(_gradients, setup_context=_save)
@@ -400,7 +415,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, s
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
 
     given: dict[str, Tensor | None] = dict.fromkeys(
-        ("slopes", "sq", "sk", "gate", "rate", "rho", "knots", "pslope", "poffset", "values")
+        ("slopes", "sq", "sk", "gate", "rate", "rho", "knots", "pslope", "poffset", "values", "strip")
     )
     origin = pot = 0
     for term in terms:
@@ -413,8 +428,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, s
             given["rate"] = _flat(term.rate.reshape(-1))
             given["rho"], given["knots"] = _flat(term.rho), _flat(term.knots)
             given["pslope"], given["poffset"] = _flat(term.slope), _flat(term.offset)
+            d = torch.arange(0 if layout.causal else 1 - layout.Tk, layout.Tk, device=q.device).abs()
+            logs = torch.log1p(given["rate"][:, None] * d) * LOG2E
+            # A rate that all heads share (knots follow) can afford float32: one strip serves them all.
+            dtype = torch.float32 if logs.shape[0] == 1 else q.dtype
+            given["strip"] = _strip(logs, 0 if layout.causal else layout.Tk - 1, layout.causal, layout.Tk, dtype)
         elif isinstance(term, Distance):
             given["values"], origin = _flat(term.values), term.origin
+            given["strip"] = _strip(given["values"] * LOG2E, origin, layout.causal, layout.Tk, q.dtype)
     start = 0 if isinstance(offset, Tensor) else int(offset)
     out, _ = _attend(
         q, k, v, *given.values(), meta, docs, origin, layout.causal, pot, layout.window or 0, start, float(scale)

@@ -28,17 +28,13 @@ SKEW = tl.constexpr(16)  # shifted copies of a by-distance table, see `strip` in
 
 
 @triton.jit
-def _row_constant(fi, si, sref, gi, slope, CANCEL: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr, GATED: tl.constexpr):
-    """What `_bias` leaves out per row: the true score is `_bias`'s minus this."""
-    r = fi * 0.0
-    if CANCEL:
-        if SLOPE:
-            r += slope * fi
-        if POT == 1:
-            if GATED:
-                r += (si - sref) * LOG2E * gi
-            else:
-                r += (si - sref) * LOG2E
+def _row_constant(fi, si, sref, gi, slope, SLOPE: tl.constexpr, GATED: tl.constexpr):
+    """With CANCEL, what `_bias` leaves out per row: the true score is `_bias`'s minus this."""
+    if SLOPE:
+        r = slope * fi
+    else:
+        r = si - sref
+        r = r * gi if GATED else r * LOG2E
     return r
 
 
@@ -128,22 +124,16 @@ def _bias(
             s -= slope * tl.abs(fi - fj)
     if POT == 1:
         if CANCEL:
-            gap = (sref - sj) * LOG2E
+            gap = sref - sj
         elif CAUSAL:
-            gap = (si - sj) * LOG2E
+            gap = si - sj
         else:
-            gap = tl.abs(si - sj) * LOG2E
-        if GATED:
-            s -= gi * gap
-        else:
-            s -= gap
+            gap = tl.abs(si - sj)
+        s -= gi * gap if GATED else gap * LOG2E
     if POT == 2:
         gap = si - sj
         log = _log2(gap * gap + 1.0, EXACT)
-        if GATED:
-            s -= gi * log
-        else:
-            s -= log
+        s -= gi * (log * LN2) if GATED else log
     if PROFILE:
         if KNOTS == 0:
             s += slope * (strip * rho)
@@ -167,6 +157,15 @@ def _strip(Strip, h, mcol, n0, r, c, zero, length, per_head, CLAMP: tl.constexpr
 
 
 @triton.jit
+def _strip_across(Strip, h, mcol, n0, r, c, zero, length, per_head, CLAMP: tl.constexpr):
+    """The same for a tile that lies across, [keys, queries]: the second half of a head's strip runs the other way."""
+    y = length - zero + (mcol - n0) + r - (c // SKEW) * SKEW
+    if CLAMP:
+        y = tl.minimum(y, length - 1)
+    return tl.load(Strip + h * per_head + (SKEW + c % SKEW) * length + y).to(tl.float32)
+
+
+@triton.jit
 def _visible(i, j, klen, other, lo, hi, CAUSAL: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr):
     """lo and hi are the document borders of the block that is owned, `other` the index of the one that is walked."""
     ok = j < klen
@@ -182,6 +181,13 @@ def _visible(i, j, klen, other, lo, hi, CAUSAL: tl.constexpr, HAS_DOCS: tl.const
 
 
 @triton.jit
+def _fold(x, M: tl.constexpr, N: tl.constexpr):
+    """[M, N] summed to [M, 8] over columns that one thread holds: no traffic between threads inside a loop. The last
+    sum, over 8, is taken once behind it."""
+    return tl.sum(tl.reshape(x, (M, N // 8, 8)), 1)
+
+
+@triton.jit
 def _forward_tiles(
     acc, l, m, q, K, V, k_base, v_base, k_t, v_t, begin, end, mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi,
     doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p, c2,
@@ -191,17 +197,20 @@ def _forward_tiles(
 ):  # fmt: skip
     n = tl.arange(0, BN)
     e = tl.arange(0, DP)
-    K += k_base
-    V += v_base
+    # 64-bit arithmetic on a tile's base alone: offsets inside it are small, and registers are dear.
+    k_at = n[:, None] * k_t + e[None, :]
+    v_at = n[:, None] * v_t + e[None, :]
     for n0 in range(begin, end, BN):
+        Kn = K + k_base + tl.cast(n0, tl.int64) * k_t
+        Vn = V + v_base + tl.cast(n0, tl.int64) * v_t
         j = n0 + n
         ok_k = (j[:, None] < klen) if MASKED else (j[:, None] >= 0)
         if D != DP:
             ok_k = ok_k & (e[None, :] < D)
         if MASKED or D != DP:
-            k = tl.load(K + j[:, None].to(tl.int64) * k_t + e[None, :], mask=ok_k, other=0.0)
+            k = tl.load(Kn + k_at, mask=ok_k, other=0.0)
         else:
-            k = tl.load(K + j[:, None].to(tl.int64) * k_t + e[None, :])
+            k = tl.load(Kn + k_at)
         s = tl.dot(q, tl.trans(k), input_precision=PREC) * c2
         fj = (j - mcol).to(tl.float32)[None, :]
         sj = fj
@@ -221,12 +230,12 @@ def _forward_tiles(
             base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen no key yet
         w = tl.exp2(s - base[:, None])
         fade = tl.exp2(m - base)
-        l = l * fade + tl.sum(w, 1)
+        l = l * fade[:, None] + _fold(w, BM, BN)
         m = top
         if MASKED or D != DP:
-            v = tl.load(V + j[:, None].to(tl.int64) * v_t + e[None, :], mask=ok_k, other=0.0)
+            v = tl.load(Vn + v_at, mask=ok_k, other=0.0)
         else:
-            v = tl.load(V + j[:, None].to(tl.int64) * v_t + e[None, :])
+            v = tl.load(Vn + v_at)
         acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision=PREC)
     return acc, l, m
 
@@ -323,7 +332,7 @@ def forward(
 
     begin, far, full, end = _query_range(mcol, klen, first_doc, last_doc, reach, BM, BN, CAUSAL, HAS_DOCS, WINDOW, DIST)
     acc = tl.zeros((BM, DP), tl.float32)
-    l = tl.zeros((BM,), tl.float32)
+    l = tl.zeros((BM, 8), tl.float32)
     m = tl.full((BM,), float("-inf"), tl.float32)
     k_base = b * k_b + (h // GROUP) * k_h
     v_base = b * v_b + (h // GROUP) * v_h
@@ -344,10 +353,12 @@ def forward(
         doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p,
         c2, D, DP, BM, BN, True, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, PREC)  # fmt: skip
 
+    l = tl.sum(l, 1)
     empty = l == 0.0
     acc = acc / tl.where(empty, 1.0, l)[:, None]
-    row = tl.sum(_row_constant(fi, si, sref, gi, slope, CANCEL, SLOPE, POT, GATED), 1)
-    lse = tl.where(empty, float("inf"), m + tl.log2(tl.where(empty, 1.0, l)) - row)
+    lse = tl.where(empty, float("inf"), m + tl.log2(tl.where(empty, 1.0, l)))
+    if CANCEL and (SLOPE or POT == 1):
+        lse -= tl.sum(_row_constant(fi, si, sref, gi, slope, SLOPE, GATED), 1)
     tl.store(O + b * o_b + h * o_h + r[:, None].to(tl.int64) * o_t + e[None, :], acc.to(O.dtype.element_ty), mask=ok_q)
     tl.store(Lse + (b * H + h) * Tq + r, lse, mask=r < Tq)
 
@@ -370,19 +381,22 @@ def _backward_q_tiles(
 ):  # fmt: skip
     n = tl.arange(0, BN)
     e = tl.arange(0, DP)
-    K += k_base
-    V += v_base
+    # 64-bit arithmetic on a tile's base alone: offsets inside it are small, and registers are dear.
+    k_at = n[:, None] * k_t + e[None, :]
+    v_at = n[:, None] * v_t + e[None, :]
     for n0 in range(begin, end, BN):
+        Kn = K + k_base + tl.cast(n0, tl.int64) * k_t
+        Vn = V + v_base + tl.cast(n0, tl.int64) * v_t
         j = n0 + n
         ok_k = (j[:, None] < klen) if MASKED else (j[:, None] >= 0)
         if D != DP:
             ok_k = ok_k & (e[None, :] < D)
         if MASKED or D != DP:
-            k = tl.load(K + j[:, None].to(tl.int64) * k_t + e[None, :], mask=ok_k, other=0.0)
-            v = tl.load(V + j[:, None].to(tl.int64) * v_t + e[None, :], mask=ok_k, other=0.0)
+            k = tl.load(Kn + k_at, mask=ok_k, other=0.0)
+            v = tl.load(Vn + v_at, mask=ok_k, other=0.0)
         else:
-            k = tl.load(K + j[:, None].to(tl.int64) * k_t + e[None, :])
-            v = tl.load(V + j[:, None].to(tl.int64) * v_t + e[None, :])
+            k = tl.load(Kn + k_at)
+            v = tl.load(Vn + v_at)
         s = tl.dot(q, tl.trans(k), input_precision=PREC) * c2
         dp = tl.dot(do, tl.trans(v), input_precision=PREC)
         fj = (j - mcol).to(tl.float32)[None, :]
@@ -400,37 +414,37 @@ def _backward_q_tiles(
             w = tl.where(_visible(i, j[None, :], klen, j[None, :], doc_lo, doc_hi, CAUSAL, HAS_DOCS, WINDOW), w, 0.0)
         ds = w * (dp - delta[:, None])
         if GRAD:
-            rowsum += tl.sum(ds, 1)
+            rowsum += _fold(ds, BM, BN)
             if POT == 1:
                 gap = (sj - sref) if CANCEL else (sj - si)
                 if not CAUSAL:
                     sign = tl.where(gap < 0, 1.0, tl.where(gap > 0, -1.0, 0.0))
-                    by_query += tl.sum(ds * sign, 1)
-                    of_query += tl.sum(w * sign, 1)
+                    by_query += _fold(ds * sign, BM, BN)
+                    of_query += _fold(w * sign, BM, BN)
                     gap = -tl.abs(gap)
                 if GATED:
-                    by_gate += tl.sum(ds * gap, 1)
-                    of_gate += tl.sum(w * gap, 1)
+                    by_gate += _fold(ds * gap, BM, BN)
+                    of_gate += _fold(w * gap, BM, BN)
             if POT == 2:
                 gap = si - sj
                 log = _log2(gap * gap + 1.0, EXACT)
                 pull = gap * tl.exp2(-log)
-                by_query += tl.sum(ds * pull, 1)
-                of_query += tl.sum(w * pull, 1)
+                by_query += _fold(ds * pull, BM, BN)
+                of_query += _fold(w * pull, BM, BN)
                 if GATED:
-                    by_gate -= tl.sum(ds * log, 1)
-                    of_gate -= tl.sum(w * log, 1)
+                    by_gate -= _fold(ds * log, BM, BN)
+                    of_gate -= _fold(w * log, BM, BN)
             if PROFILE and KNOTS > 0:
                 by = strip * _profile_slope(strip * rho, Knots, PSlope, p, r0, r1, KNOTS)
-                by_rho += tl.sum(ds * by, 1)
-                of_rho += tl.sum(w * by, 1)
+                by_rho += _fold(ds * by, BM, BN)
+                of_rho += _fold(w * by, BM, BN)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PREC)
     return dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho
 
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, DO, Lse, Delta, DQ, ByQuery, ByGate, ByRho, Meta, Docs, Slopes, SQ, SK, G, Rate, Rho, Knots, PSlope, POffset,
+    Q, K, V, O, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, ByRho, Meta, Docs, Slopes, SQ, SK, G, Rate, Rho, Knots, PSlope, POffset,
     Strip, Far,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, s_b, g_b, rho_b,
     H, GROUP, Tq, Tk, q_off, c2, scale, reach, strip_zero, strip_len, per_head,
@@ -499,11 +513,13 @@ def backward_q(
         first_doc = tl.load(Docs + mcol)
         last_doc = tl.load(Docs + Tk + tl.minimum(mcol + BM, Tk) - 1)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
-    lse += tl.sum(_row_constant(fi, si, sref, gi, slope, CANCEL, SLOPE, POT, GATED), 1)
+    if CANCEL and (SLOPE or POT == 1):
+        lse += tl.sum(_row_constant(fi, si, sref, gi, slope, SLOPE, GATED), 1)
+        tl.store(Local + row, lse, mask=r < Tq)
 
     begin, far, full, end = _query_range(mcol, klen, first_doc, last_doc, reach, BM, BN, CAUSAL, HAS_DOCS, WINDOW, DIST)
     dq = tl.zeros((BM, DP), tl.float32)
-    zero = tl.zeros((BM,), tl.float32)
+    zero = tl.zeros((BM, 8), tl.float32)
     rowsum = zero
     by_query = zero
     of_query = zero
@@ -535,16 +551,17 @@ def backward_q(
 
     dq = dq * scale
     tl.store(DQ + b * dq_b + h * dq_h + r64 * dq_t + e[None, :], dq.to(DQ.dtype.element_ty), mask=ok_q)
+    rowsum = tl.sum(rowsum, 1)
     # Rows of dS sum to zero. What they sum to here is the error of delta, which came from a rounded output: with it
     # delta is put right for the other kernels, and the sums above for that error times the expectation of their factor.
     tl.store(Delta + row, delta + rowsum, mask=r < Tq)
     if GRAD:
         if POT == 2 or (POT == 1 and not CAUSAL):
-            tl.store(ByQuery + row, by_query - rowsum * of_query, mask=r < Tq)
+            tl.store(ByQuery + row, tl.sum(by_query, 1) - rowsum * tl.sum(of_query, 1), mask=r < Tq)
         if GATED:
-            tl.store(ByGate + row, by_gate - rowsum * of_gate, mask=r < Tq)
+            tl.store(ByGate + row, tl.sum(by_gate, 1) - rowsum * tl.sum(of_gate, 1), mask=r < Tq)
         if PROFILE and KNOTS > 0:
-            tl.store(ByRho + row, by_rho - rowsum * of_rho, mask=r < Tq)
+            tl.store(ByRho + row, tl.sum(by_rho, 1) - rowsum * tl.sum(of_rho, 1), mask=r < Tq)
 
 
 @triton.jit
@@ -552,23 +569,23 @@ def _backward_k_tiles(
     dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, begin, end, n0, q_off, klen, Tq, j, fj, sj, sref,
     doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero, strip_len, per_head, Knots,
     PSlope, POffset, Pieces, h, p, c2,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, DIST: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QM: tl.constexpr, MASKED: tl.constexpr, DIST: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr,
     GATED: tl.constexpr, PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, KEYGRAD: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
     a = tl.arange(0, BM)
     e = tl.arange(0, DP)
-    Q += q_base
-    DO += do_base
+    q_at = a[:, None] * q_t + e[None, :]
+    do_at = a[:, None] * do_t + e[None, :]
     for m0 in range(begin, end, BM):
         r = m0 + a
         mcol = q_off + m0
         ok_q = r[:, None] < Tq
         if D != DP:
             ok_q = ok_q & (e[None, :] < D)
-        q = tl.load(Q + r[:, None].to(tl.int64) * q_t + e[None, :], mask=ok_q, other=0.0)
-        do = tl.load(DO + r[:, None].to(tl.int64) * do_t + e[None, :], mask=ok_q, other=0.0)
+        q = tl.load(Q + q_base + tl.cast(m0, tl.int64) * q_t + q_at, mask=ok_q, other=0.0)
+        do = tl.load(DO + do_base + tl.cast(m0, tl.int64) * do_t + do_at, mask=ok_q, other=0.0)
         lse = tl.load(Lse + row_base + r, mask=r < Tq, other=float("inf"))[None, :]
         delta = tl.load(Delta + row_base + r, mask=r < Tq, other=0.0)[None, :]
         s = tl.dot(k, tl.trans(q), input_precision=PREC) * c2
@@ -579,7 +596,8 @@ def _backward_k_tiles(
         rho_lo = 1.0
         rho_hi = 1.0
         if POT > 0:
-            si = tl.load(SQ + sq_base + r, mask=r < Tq, other=0.0)[None, :]
+            if POT == 2 or not CANCEL:
+                si = tl.load(SQ + sq_base + r, mask=r < Tq, other=0.0)[None, :]
             if GATED:
                 gi = tl.load(G + g_base + r, mask=r < Tq, other=0.0)[None, :]
         if PROFILE:
@@ -591,10 +609,16 @@ def _backward_k_tiles(
         r0, r1 = _pieces_in(Knots, mcol - (n0 + BN - 1), mcol + BM - 1 - n0, rate, rho_lo, rho_hi, CAUSAL, KNOTS, KP)
         strip = s
         if DIST == 1 or PROFILE:
-            strip = _strip(Strip, h, mcol, n0, a[None, :], tl.arange(0, BN)[:, None], strip_zero, strip_len, per_head, HAS_DOCS or WINDOW > 0)
+            strip = _strip_across(Strip, h, mcol, n0, a[None, :], tl.arange(0, BN)[:, None], strip_zero, strip_len, per_head,
+                                  HAS_DOCS or WINDOW > 0)  # fmt: skip
         s = _bias(s, fi, fj, si, sj, sref, gi, rho, slope, rate, strip, far_value, Knots, PSlope, POffset, p, r0, r1,
                   CAUSAL, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, DIST)  # fmt: skip
-        w = tl.exp2(s - (lse + _row_constant(fi, si, sref, gi, slope, CANCEL, SLOPE, POT, GATED)))
+        if CANCEL and SLOPE:
+            lse += slope * (q_off + m0 // QM * QM - n0)
+        if CANCEL and POT == 1:
+            moved = tl.load(SQ + sq_base + m0 // QM * QM) - sref
+            lse += moved * gi if GATED else moved * LOG2E
+        w = tl.exp2(s - lse)
         if MASKED:
             i = mcol + a[None, :]
             w = tl.where(_visible(i, j, klen, i, doc_lo, doc_hi, CAUSAL, HAS_DOCS, WINDOW), w, 0.0)
@@ -606,9 +630,9 @@ def _backward_k_tiles(
         if KEYGRAD:
             if SLOPE:
                 if CAUSAL:
-                    key_sum += tl.sum(ds * (fi - fj), 1)
+                    key_sum += _fold(ds * (fi - fj), BN, BM)
                 else:
-                    key_sum += tl.sum(ds * tl.abs(fi - fj), 1)
+                    key_sum += _fold(ds * tl.abs(fi - fj), BN, BM)
             if POT > 0:
                 weighted = ds
                 if GATED:
@@ -619,13 +643,13 @@ def _backward_k_tiles(
                 elif not CAUSAL:
                     gap = si - sj
                     weighted = tl.where(gap > 0, weighted, tl.where(gap < 0, -weighted, 0.0))
-                key_sum += tl.sum(weighted, 1)
+                key_sum += _fold(weighted, BN, BM)
             if PROFILE:
                 u = strip * rho
                 if KNOTS == 0:
                     # d / (1 + rate d) = (1 - 1 / (1 + rate d)) / rate, and the rows of dS sum to zero.
-                    key_sum += tl.sum(ds * u, 1)
-                    rate_sum -= tl.sum(ds * rho * tl.exp2(-strip), 1)
+                    key_sum += _fold(ds * u, BN, BM)
+                    rate_sum -= _fold(ds * rho * tl.exp2(-strip), BN, BM)
                 else:
                     _add_to(Pieces + r0, tl.sum(tl.sum(ds * u, 1), 0))
                     _add_to(Pieces + KNOTS + 1 + r0, tl.sum(tl.sum(ds, 1), 0))
@@ -640,9 +664,9 @@ def _backward_k_tiles(
                                 _add_to(Pieces + KNOTS + 1 + r0 + x, -of_offset)
                                 _add_to(Pieces + KNOTS + 1 + r0 + x + 1, of_offset)
                     pull = _profile_slope(u, Knots, PSlope, p, r0, r1, KNOTS) * (1.0 - tl.exp2(-strip))
-                    rate_sum += tl.sum(ds * rho * pull, 1)
+                    rate_sum += _fold(ds * rho * pull, BN, BM)
             if DIST == 2:
-                key_sum += tl.sum(ds, 1)
+                key_sum += _fold(ds, BN, BM)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC)
     return dk, dv, key_sum, rate_sum
 
@@ -652,14 +676,15 @@ def backward_k(
     Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Meta, Docs, Slopes, SQ, SK, G, Rate, Rho, Knots, PSlope, POffset, Strip, Far,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, s_b, g_b, rho_b,
     H, GROUP, Tq, Tk, q_off, c2, scale, reach, strip_zero, strip_len, per_head,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_META: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QM: tl.constexpr, CAUSAL: tl.constexpr, HAS_META: tl.constexpr,
     HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr, GATED: tl.constexpr,
     PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, DIST: tl.constexpr, KEYGRAD: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a potential at
     the keys, or for slopes, a profile without knots or far distances, of which the host takes the sum; `DRate`, the same
-    for a profile's rate; `PieceSums` [B, H, blocks, 2, KNOTS + 1] for a profile's pieces."""
+    for a profile's rate; `PieceSums` [B, H, blocks, 2, KNOTS + 1] for a profile's pieces. With CANCEL, `Lse` is relative
+    to the blocks of QM queries of backward_q, which wrote it so."""
     n0 = tl.program_id(0) * BN
     HKV = H // GROUP
     b = (tl.program_id(1) // HKV).to(tl.int64)
@@ -734,8 +759,8 @@ def backward_k(
         rho_base = b * rho_b * Tq
         p = h * (KNOTS + 1)
         Pieces = PieceSums + ((b * H + h) * tl.num_programs(0) + tl.program_id(0)) * 2 * (KNOTS + 1)
-        key_sum = tl.zeros((BN,), tl.float32)
-        rate_sum = tl.zeros((BN,), tl.float32)
+        key_sum = tl.zeros((BN, 8), tl.float32)
+        rate_sum = tl.zeros((BN, 8), tl.float32)
         sref = 0.0
         if POT > 0:
             sref = tl.load(SK + b * s_b * Tk + h * Tk + n0)
@@ -743,25 +768,25 @@ def backward_k(
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, begin, full, n0, q_off, klen,
                 Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero,
-                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, True, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
+                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, QM, True, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
                 POT, GATED, PROFILE, KNOTS, KP, KEYGRAD, PREC)  # fmt: skip
         if not (HAS_DOCS or WINDOW > 0):
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, full, far, n0, q_off, klen,
                 Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero,
-                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, False, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
+                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, QM, False, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
                 POT, GATED, PROFILE, KNOTS, KP, KEYGRAD, PREC)  # fmt: skip
         if DIST and CAUSAL:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, far, end, n0, q_off, klen,
                 Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero,
-                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, False, 2, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
+                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, QM, False, 2, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
                 POT, GATED, PROFILE, KNOTS, KP, KEYGRAD, PREC)  # fmt: skip
         if KEYGRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
-            tl.store(DKey + (b * H + h) * Tk + j1, tl.where(j1 < klen, key_sum, 0.0), mask=j1 < Tk)
+            tl.store(DKey + (b * H + h) * Tk + j1, tl.where(j1 < klen, tl.sum(key_sum, 1), 0.0), mask=j1 < Tk)
             if PROFILE:
-                tl.store(DRate + (b * H + h) * Tk + j1, tl.where(j1 < klen, rate_sum, 0.0), mask=j1 < Tk)
+                tl.store(DRate + (b * H + h) * Tk + j1, tl.where(j1 < klen, tl.sum(rate_sum, 1), 0.0), mask=j1 < Tk)
     dk = tl.where(j < klen, dk * scale, 0.0)
     dv = tl.where(j < klen, dv, 0.0)
     tl.store(DK + b * dk_b + hk * dk_h + j64 * dk_t + e[None, :], dk.to(DK.dtype.element_ty), mask=ok)

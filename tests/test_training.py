@@ -178,7 +178,14 @@ def test_killed_run_resumes_bit_for_bit(data, tmp_path):
     assert "passing over" in log.read_text()
     assert metrics.read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert not list(out.glob(".*")) and json.loads((out / "run.json").read_text())["resumed_at"]
+    run = json.loads((out / "run.json").read_text())
+    assert not list(out.glob(".*")) and run["resumed_at"]
+    # Killed after the last step, before the final model was there.
+    (out / "model.safetensors").unlink()
+    (out / "run.json").write_text(json.dumps(run | {"status": "running"}))
+    train(settings(data, out, **recipe), resume=True, given=set())
+    assert metrics.read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 class FullDisk(__import__("transformers").TrainerCallback):
@@ -354,7 +361,8 @@ def test_a_tokenizer_without_a_mask_gets_one(tmp_path):
 
 
 def test_documents_do_not_meet(data, tmp_path):
-    train(settings(data, tmp_path / "run", documents=True, steps=4, rows=4))
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2}
+    train(settings(data, tmp_path / "run", documents=True, steps=4, rows=4, overrides=evaluates))
     assert all(math.isfinite(x["loss"]) for x in lines(tmp_path / "run"))
 
 

@@ -291,13 +291,16 @@ def _clock(seconds: float) -> str:
 # The picture.
 
 
-def smooth(values: list[float], weight: float = 0.05) -> list[float]:
-    """Exponential mean, without the bias of its start."""
-    out: list[float] = []
-    total = norm = 0.0
+def smooth(values: list[float]) -> list[float]:
+    """Mean over a fiftieth of the run around each step (fewer at the ends), so that a falling curve does not lag."""
+    sums = [0.0]
     for value in values:
-        total, norm = total * (1 - weight) + value * weight, norm * (1 - weight) + weight
-        out.append(total / norm)
+        sums.append(sums[-1] + value)
+    n, most = len(values), len(values) // 100
+    out = []
+    for i in range(n):
+        reach = min(i, n - 1 - i, most)
+        out.append((sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1))
     return out
 
 

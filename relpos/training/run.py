@@ -445,7 +445,9 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
         main=main,
         first=step,
     )
-    borders = train_set.borders() if settings.documents else None
+    borders = None
+    if settings.documents:
+        borders = max(train_set.borders(), 0 if held is None else held.borders())
     if mask is None:
         collator: Any = Collator(borders)
     else:
@@ -470,6 +472,12 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
     except UserError as error:
         run.update(status="failed", error=str(error))
         raise
+    except torch.OutOfMemoryError as error:
+        run.update(status="failed", error="out of memory")
+        raise UserError(
+            f"the GPU's memory does not hold {spread.rows} windows of {spread.length} tokens at once; --rows "
+            f"{max(spread.rows // 2, 1)} takes less and changes nothing else"
+        ) from error
     except OSError as error:
         if is_full(error):  # in a line of the metrics, say
             raise could_not_write(error, out, f"step {screen.step}") from error
@@ -510,12 +518,12 @@ def _steps(
 
 
 def _held_out(data: TokenData, length: int, spread: presets.Shape, documents: bool, most: int) -> Windows | None:
-    """Windows of the validation split, a whole number of batches; None where there are too few."""
+    """Windows from all over the validation split, always the same, a whole number of batches; None if too few."""
     batch = spread.rows * spread.processes
     count = min(len(data.validation) // length, max(most, batch)) // batch * batch
     if count == 0:
         return None
-    return Windows(data.validation, length, count=count, shuffle=False, documents=documents)
+    return Windows(data.validation, length, count=count, documents=documents)
 
 
 def _just_evaluated(out: Path, steps: int) -> bool:

@@ -36,7 +36,7 @@ class Preset:
 
 
 PRESETS = {
-    "nano": Preset(256, 1024, 350, 20, 1e-3, 16, 100, 10, 64),
+    "nano": Preset(256, 1024, 300, 20, 1e-3, 16, 100, 10, 64),
     "tiny": Preset(1024, 524_288, 19_073, 750, 6e-4, 64, 1000, 10, tokenizer="bpe:8192"),
     "small": Preset(1024, 524_288, 19_073, 750, 6e-4, 32, 1000, 10, tokenizer="bpe:8192"),
     "medium": Preset(1024, 524_288, 19_073, 750, 6e-4, 16, 1000, 10, tokenizer="bpe:8192"),

@@ -150,6 +150,7 @@ def write_sources(folder: Path) -> dict[str, tuple[Path, dict]]:
     for i, one in enumerate(TEXTS):
         (many / ("deep" if i > 2 else ".") / f"{i}.txt").write_bytes(one.encode())
     (many / "picture.png").write_bytes(b"\x89PNG\xff\xfe\x00")
+    (many / "weights.bin").write_bytes(b"\xff\xfe\x00")  # no token stream without --eot
     (many / ".hidden").write_text("not read")
     made["folder"] = (many, {})
     lines = folder / "lines.jsonl"
@@ -175,7 +176,7 @@ def test_every_source_gives_the_same_documents(tmp_path):
         assert (sorted(got) if name == "folder" else got) == (sorted(KEPT) if name == "folder" else KEPT), name
         assert data.index["tokenizer"]["hash"] == tokenizer.load("bytes").hash
         if name == "folder":
-            assert data.index["skipped"] == ["picture.png"]
+            assert data.index["skipped"] == ["picture.png", "weights.bin"]
 
 
 def test_hugging_face_dataset(tmp_path, monkeypatch):

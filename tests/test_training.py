@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import finish, start, together
+from transformers import TrainerCallback
 
 from relpos.data import prepare, tokenizer
 from relpos.encodings import Encoding
@@ -188,7 +189,7 @@ def test_killed_run_resumes_bit_for_bit(data, tmp_path):
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-class FullDisk(__import__("transformers").TrainerCallback):
+class FullDisk(TrainerCallback):
     """After the first checkpoint no file may grow beyond a few kilobytes: the next write fails as on a full disk."""
 
     def on_save(self, args, state, control, **kwargs):
@@ -213,7 +214,7 @@ def test_full_disk_keeps_the_last_checkpoint(data, tmp_path):
 def test_nan_stops_and_keeps_the_last_good_checkpoint(data, tmp_path):
     out = tmp_path / "out"
 
-    class Poison(__import__("transformers").TrainerCallback):
+    class Poison(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             if state.global_step == 9:
                 with torch.no_grad():
@@ -311,7 +312,6 @@ def test_fsdp_on_a_cpu_is_an_error(data, tmp_path, monkeypatch):
 
 def _fsdp_on_gpu(options: Settings) -> None:
     from torch.distributed.tensor import DTensor
-    from transformers import TrainerCallback
 
     class EveryParameterIsSharded(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -375,10 +375,18 @@ def test_start_from_another_model_with_the_encoding_swapped(data, tmp_path, caps
     train(again)
     new = json.loads((tmp_path / "again" / "run.json").read_text())["model"]["new_weights"]
     assert new and all("encodings" in name for name in new)
-    same = settings(data, tmp_path / "same", steps=2, init_from=str(first))
+    same = settings(data, tmp_path / "same", steps=6, init_from=str(first))
     train(same)
     assert json.loads((tmp_path / "same" / "run.json").read_text())["model"]["new_weights"] == []
     assert lines(tmp_path / "same")[0]["loss"] < lines(first)[0]["loss"]
+    # A resumed run no longer needs the model it started from.
+    before = lines(tmp_path / "same")
+    shutil.rmtree(tmp_path / "same" / "checkpoint-6")
+    run = json.loads((tmp_path / "same" / "run.json").read_text()) | {"status": "running"}
+    (tmp_path / "same" / "run.json").write_text(json.dumps(run))
+    shutil.move(first, tmp_path / "moved")
+    train(same, resume=True)
+    assert lines(tmp_path / "same") == before
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=320, n_positions=64, n_embd=32, n_layer=2, n_head=4))
     gpt2.save_pretrained(tmp_path / "gpt2")
     train(settings(data, tmp_path / "from-gpt2", encoding="kerple", steps=2, init_from=str(tmp_path / "gpt2")))

@@ -116,7 +116,10 @@ def find(source: str, options: Options) -> Source:
     if path.is_dir():
         return _folder(path, options)
     if path.is_file():
-        units = _units(path, path.name, options)
+        kind = "jsonl" if path.suffix.lower() == ".json" else _kind(path)
+        if kind == "tokens" and options.eot is None:
+            raise UserError(f"{path} is a token stream: say which token ends a document, such as --eot 50256 for GPT-2")
+        units = _units(path, path.name, kind)
         if not units:
             raise UserError(f"{path} is not UTF-8 text, JSONL, Parquet or a token stream (.bin, .bin.xz)")
         return Source(path.name, units, options)
@@ -128,7 +131,7 @@ def find(source: str, options: Options) -> Source:
 
 
 _SUFFIXES = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".bin": "tokens", ".txt": "text",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".bin": "tokens", ".txt": "text", ".json": "text",
 }  # fmt: skip
 
 
@@ -140,14 +143,12 @@ def _kind(path: Path) -> str:
     return _SUFFIXES.get(suffixes[-1] if suffixes else "", "text")
 
 
-def _units(path: Path, name: str, options: Options) -> list[Unit]:
+def _units(path: Path, name: str, kind: str) -> list[Unit]:
     """The units of one file; none where it holds no text."""
-    kind, size = _kind(path), path.stat().st_size
+    size = path.stat().st_size
     if kind == "parquet":
         groups = _parquet_file(path).num_row_groups
         return [Unit(kind, str(path), name, size // max(groups, 1), group) for group in range(groups)]
-    if kind == "tokens" and options.eot is None:
-        raise UserError(f"{path} is a token stream: say which token ends a document, such as --eot 50256 for GPT-2")
     if kind in ("text", "jsonl"):
         with _open(path) as file:
             try:
@@ -167,7 +168,10 @@ def _folder(folder: Path, options: Options) -> Source:
             if not path.is_file() or path.stat().st_size == 0:
                 continue
             name = path.relative_to(folder).as_posix()
-            found = _units(path, name, options)
+            kind = _kind(path)
+            if kind == "tokens" and options.eot is None:
+                kind = "text"  # some binary file, which is then left out
+            found = _units(path, name, kind)
             units += found
             skipped += [] if found else [name]
     kinds = {unit.kind == "tokens" for unit in units}

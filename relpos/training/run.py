@@ -352,6 +352,7 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
     if settings.data is None:
         settings = dataclasses.replace(settings, data=default_data(settings.size, state.main_process_first))
     data = _open_data(settings.data or "")
+    settings = dataclasses.replace(settings, data=str(data.folder.resolve()))  # a resume may start elsewhere
     spread = presets.shape(
         length,
         settings.tokens_per_step or base.tokens_per_step,
@@ -367,7 +368,12 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
     transformers_logging.disable_progress_bar()  # a bar for every file that is saved
     set_seed(settings.seed)
     tok, mask = _tokenizer(data, settings.task)
-    model, new = _model(settings, data, tok, mask, length)
+    step, checkpoint, skipped = last_checkpoint(out) if resume else (0, None, [])
+    if checkpoint is not None and settings.init_from is not None:  # what it started from may be gone
+        settings_of_model = dataclasses.replace(settings, init_from=str(checkpoint))
+    else:
+        settings_of_model = settings
+    model, new = _model(settings_of_model, data, tok, mask, length)
     _check_length(model, length, settings.encoding)
     train_set = Windows(
         data.train, length, seed=settings.seed, count=steps * spread.rows_per_step, documents=settings.documents
@@ -390,7 +396,6 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
         evaluates=held is not None,
         overrides=overrides,
     )
-    step, checkpoint, skipped = last_checkpoint(out) if resume else (0, None, [])
     run = record.RunFile(out, main)
     if resume:
         _check_resume(run, data, out)
@@ -422,7 +427,7 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
         model={
             "parameters": parameters,
             "encoding_parameters": of_encoding,
-            "new_weights": new,
+            "new_weights": run.content.get("model", {}).get("new_weights", new),
             "decayed": decayed(model, settings.decay_encodings),
         },
         steps=steps,

@@ -144,6 +144,8 @@ def _folder(
         if not known:
             raise UserError(f"there is no run in {str(out)!r} to resume; start one without --resume")
         return _resumed(out, settings, given)
+    if not main:  # the first process looks, and may have begun to write already
+        return settings
     if out.exists() and not out.is_dir():
         raise UserError(f"{str(out)!r} is a file; --out is the folder of the run")
     if known and not overwrite:
@@ -152,10 +154,9 @@ def _folder(
         )
     if out.is_dir() and not known and any(out.iterdir()):
         raise UserError(f"{str(out)!r} is not empty and holds no run; choose another --out")
-    if main:
-        if known:
-            _remove_run(out)
-        out.mkdir(parents=True, exist_ok=True)
+    if known:
+        _remove_run(out)
+    out.mkdir(parents=True, exist_ok=True)
     return settings
 
 

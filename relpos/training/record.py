@@ -98,7 +98,7 @@ def versions() -> dict[str, str | None]:
 
 def git_commit() -> dict[str, Any] | None:
     """The commit of the relpos source, and whether it was changed since; None for an installed package."""
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]  # the package
     try:
         run = {"cwd": here, "capture_output": True, "text": True, "timeout": 10, "check": True}
         tracked = subprocess.run(["git", "ls-files", "--error-unmatch", __file__], **run)  # type: ignore[call-overload]

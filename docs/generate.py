@@ -56,7 +56,7 @@ def ranges() -> str:
 
 
 def _short(value: float) -> str:
-    return f"{value:.3g}" if abs(value) >= 5e-4 else "0"
+    return "0" if abs(value) < 5e-4 else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def gallery() -> str:
@@ -113,6 +113,8 @@ def main() -> None:
         path = ROOT / file
         old = new = path.read_text(encoding="utf-8")
         for name, make in parts.items():
+            if given.check and name == "ranges":
+                continue  # measured: the last digit may differ from machine to machine
             new = renewed(new, name, make())
         if old != new:
             stale.append(file)

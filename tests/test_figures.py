@@ -68,7 +68,7 @@ def test_masked_cells_are_blank_and_zero_is_not():
     assert np.array_equal(np.ma.getmaskarray(cells), above)
     colours = image.cmap(image.norm(cells))
     assert (colours[above][:, 3] == 0).all() and (colours[~above][:, 3] == 1).all()
-    norm, cmap = style.colours(-1, 1, "bias")
+    norm, cmap = style.colours(-1, 1, "bias", True)
     assert min(cmap(norm(0.0))[:3]) < 0.95  # zero is grey, so that it cannot be taken for blank
 
 
@@ -264,11 +264,16 @@ def test_a_notebook_sees_a_picture():
 
 
 def test_colours():
-    norm, cmap = style.colours(-3, 0, "bias")
+    norm, cmap = style.colours(-3, 0, "bias", False)
     assert cmap.name == style.SEQUENTIAL and (norm.vmin, norm.vmax) == (-3, 0)
-    norm, cmap = style.colours(-3, 1, "bias")
+    norm, cmap = style.colours(-3, 1, "bias", True)
     assert (norm.vmin, norm.vmax) == (-3, 3)  # zero in the middle where signs matter
-    assert style.colours(0, 0, "bias")[0].vmin < 0  # a flat map is no division by zero
+    for signed in (False, True):
+        assert style.colours(0, 0, "bias", signed)[0].vmin < 0  # a flat map is no division by zero
+    assert style.signs_matter(np.array([-1.0, 0.0]), np.array([0.0, 2.0]))  # between heads
+    assert style.signs_matter(np.array([-1.0]), np.array([0.2])) and not style.signs_matter(
+        np.array([-1.0]), np.array([0.01])
+    )
 
 
 def test_diverging_colours_are_even_and_mirror_each_other():

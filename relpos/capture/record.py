@@ -278,7 +278,10 @@ class Capture:
         temporary = path.with_name(path.name + ".part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.touch()  # with the usual permissions; save_file alone would leave it readable to its owner only
+            mode = temporary.stat().st_mode
             save_file(ready, temporary, metadata=metadata)
+            temporary.chmod(mode)
             temporary.replace(path)
         except OSError as error:
             temporary.unlink(missing_ok=True)

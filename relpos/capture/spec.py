@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,17 +15,26 @@ from relpos.terms import Layout
 
 
 def from_spec(
-    spec: str, *, length: int = 512, heads: int = 12, head_dim: int = 64, seed: int = 0, causal: bool = True
+    spec: str,
+    *,
+    length: int = 512,
+    heads: int = 12,
+    head_dim: int = 64,
+    seed: int = 0,
+    causal: bool = True,
+    adjust: Callable[[encodings.Encoding], None] | None = None,
 ) -> Capture:
     """What the encoding reads of a text is made up, and the caption says so: standard normal hidden states (what a
     layer norm gives) and standard normal q and k. A rotation is shown on q = k = 1, an embedding on q = k = its own
-    vectors, so that the scores show position alone."""
+    vectors, so that the scores show position alone. `adjust` may change the parameters before anything is computed."""
     if not 1 <= length <= MAX_LENGTH:
         raise UserError(f"length must be between 1 and {MAX_LENGTH}, not {length}")
     note = ["the encoding at its initial parameters"]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         encoding = encodings.build(spec, heads=heads, head_dim=head_dim)
+        if adjust is not None:
+            adjust(encoding)
         layout = Layout(Tq=length, Tk=length, device=torch.device("cpu"), causal=causal)
         encoding.checks(layout, torch.float32)
         hidden = None

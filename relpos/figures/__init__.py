@@ -27,14 +27,13 @@ from relpos.figures import training as _training
 from relpos.figures import window as _window
 from relpos.figures.maps import Maps
 from relpos.figures.sources import Source, checkpoints, parse_heads, resolve, shipped
-from relpos.figures.style import Figure
+from relpos.figures.style import DPI, Figure
 
 __all__ = ["FORMATS", "VIEWS", "Figure", "Options", "figure", "write"]
 
 FORMATS = ("png", "pdf", "svg")
 VIEWS = ("maps", "profile", "window", "difference", "training")
 MAX_CHECKPOINTS = 6
-DPI = 150
 
 _EXPLAINED = {
     "bias": "The bias position adds to the scaled scores",

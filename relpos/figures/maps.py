@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MultipleLocator
 from torch import Tensor
 
-from relpos.figures.style import Figure, colours, style
+from relpos.figures.style import DPI, Figure, colours, signs_matter, style
 
 PIXELS = 1024  # longer maps are drawn as block means of at most so many pixels a side
 
@@ -34,6 +34,10 @@ class Maps:
     title: str = ""
     caption: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def signed(self) -> bool:
+        return self.kind == "difference" or signs_matter(self.low, self.high)
 
     def array(self) -> np.ndarray:
         """As a sidecar has it: float32 with -inf where nothing is seen."""
@@ -70,10 +74,10 @@ def collect(rows: Iterable[tuple[int, Tensor]], heads: list[int], length: int, k
 
 def panel(ax: Axes, bar: Axes | None, maps: Maps, index: int, low: float, high: float) -> None:
     """One head's map, and its colour bar in `bar`."""
-    norm, cmap = colours(low, high, maps.kind)
+    norm, cmap = colours(low, high, maps.kind, maps.signed)
     values = np.ma.masked_invalid(maps.values[index])
     extent = (-0.5, maps.length - 0.5, maps.length - 0.5, -0.5)
-    image = ax.imshow(values, cmap=cmap, norm=norm, extent=extent, aspect="equal", interpolation="nearest")
+    image = ax.imshow(values, cmap=cmap, norm=norm, extent=extent, aspect="equal", interpolation="auto")
     if 150 < maps.length <= 600:
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MultipleLocator(100))
@@ -92,7 +96,7 @@ def draw(maps: Maps, *, shared: bool = False, columns: int = 3) -> Figure:
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     digits = 0.08 * max(0, len(str(maps.length - 1)) - 3)  # longer tick labels want more room
-    side, gap_x, gap_y, left, right = 2.9, 1.25 + digits, 0.62, 0.6 + digits, 0.9
+    side, gap_x, gap_y, left, right = 512 / DPI, 1.45 + digits, 0.62, 0.6 + digits, 1.05
     lines = textwrap.wrap(maps.caption, max(40, int(columns * 56)))
     top, bottom = 0.75, 0.45 + 0.17 * len(lines)
     width = left + columns * side + (columns - 1) * gap_x + right

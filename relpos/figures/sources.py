@@ -35,8 +35,6 @@ def shipped() -> list[Path]:
     """The captures that come with the package, in the paper's order."""
     files = [SHIPPED / f"{encodings.slug(spec)}.safetensors" for spec in PAPER]
     missing = [file.name for file in files if not file.is_file()]
-    if len(missing) == len(files):
-        return [name for name in encodings.names() if encodings.get(name).additive]  # type: ignore[misc]
     if missing:
         raise UserError(f"this installation of relpos lacks its captures {', '.join(missing)}: install it again")
     return files

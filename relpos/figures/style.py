@@ -23,6 +23,9 @@ RC: Any = {
 }
 
 
+DPI = 176  # of written pictures: 512 cells in a panel of 2.91 inches, a pixel each
+
+
 class Figure(_Figure):
     """A matplotlib Figure that a notebook shows whether or not pyplot was ever imported."""
 
@@ -73,15 +76,21 @@ SEQUENTIAL = "viridis"
 DIVERGING = _diverging()
 
 
-def colours(low: float, high: float, kind: str) -> tuple[Normalize, Colormap]:
-    """How a map with values from low to high is coloured: around zero where both signs occur, else from end to end."""
+def signs_matter(low: np.ndarray, high: np.ndarray) -> bool:
+    """Whether maps with these ranges hold both signs, in one head or between heads, by more than a trace."""
+    size = np.maximum(np.maximum(np.abs(low), np.abs(high)), 1e-30)
+    return bool((high > 0.05 * size).any() and (low < -0.05 * size).any())
+
+
+def colours(low: float, high: float, kind: str, signed: bool) -> tuple[Normalize, Colormap]:
+    """How a map with values from low to high is coloured: around zero where signs matter, else from end to end."""
     blank = (1, 1, 1, 0)  # masked cells
     sequential, diverging = (map.with_extremes(bad=blank) for map in (matplotlib.colormaps[SEQUENTIAL], DIVERGING))
     if kind == "weights":
         return LogNorm(max(low, 1e-6), max(high, 1e-5), clip=True), sequential
     size = max(abs(low), abs(high))
+    if signed:
+        return Normalize(-(size or 1), size or 1), diverging
     if low == high:
         return Normalize(low - 1, high), sequential
-    if kind == "difference" or (min(-low, high) > 0.05 * size):
-        return Normalize(-size, size), diverging
     return Normalize(low, high), sequential

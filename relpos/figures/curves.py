@@ -122,9 +122,27 @@ def _short(protocol: str, results: Results) -> str:
     }.get(protocol, "")
 
 
+LEAST = 128  # tokens behind a point of the line: the first positions have only one per window
+
+
+def _merged(bins: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Centres and mean losses of bins, neighbours put together until a point stands for LEAST tokens."""
+    points: list[list[float]] = []  # from, to, tokens, summed loss
+    for low, high, tokens, loss in zip(bins["from"], bins["to"], bins["tokens"], bins["loss"], strict=True):
+        if not tokens:
+            continue
+        if points and points[-1][2] < LEAST:
+            last = points[-1]
+            points[-1] = [last[0], high, last[2] + tokens, last[3] + tokens * loss]
+        else:
+            points.append([low, high, tokens, tokens * loss])
+    low, high, tokens, total = np.array(points, float).T
+    return np.sqrt(low * high), total / tokens
+
+
 def loss_by_position(results: Results) -> Figure:
     """Mean loss against the number of tokens before, in the longest windows each model was measured with: the line is
-    the mean over bins (four per doubling), the faint dots the mean over 1/64 of the window."""
+    the mean over bins (four per doubling, or more tokens at the start), the faint dots the mean over 1/64 of the window."""
     chosen = []
     for label, v in results:
         rows = [r for r in _measured(v, "blocks") if "positions" in r]
@@ -138,9 +156,7 @@ def loss_by_position(results: Results) -> Figure:
         ax = fig.subplots()
         lows, highs = [], []
         for number, (label, row) in enumerate(chosen):
-            bins = row["positions"]["bins"]
-            y = np.array(bins["loss"], float)
-            x = np.sqrt(np.array(bins["from"], float) * np.array(bins["to"], float))
+            x, y = _merged(row["positions"]["bins"])
             ax.plot(x, y, label=label if row["length"] == longest else f"{label} (to {row['length']})", **_look(number))
             full = result.unpack(row["positions"]["loss_f32_base64"])
             size = max(1, len(full) // 64)

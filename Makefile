@@ -9,6 +9,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # Only CPU builds of torch come without a Triton; its interpreter runs the kernel tests there.
 TRITON := triton==3.6.0
+# Without a GPU the tests of the kernels run in Triton's interpreter. The switch works for a whole process, and would slow
+# down every other test: they get a process of their own.
+INTERPRET := $(shell nvidia-smi -L >/dev/null 2>&1 || echo TRITON_INTERPRET=1)
 JOBS ?= 2
 
 .PHONY: help install figures test lint docs clean
@@ -36,7 +39,8 @@ figures: $(STAMP)  ## what every head does with position, into figures/ (no GPU,
 	@OMP_NUM_THREADS=$(JOBS) $(BIN)/relpos figure --out figures
 
 test: $(STAMP)  ## all tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q --ignore tests/test_fused.py
+	@OMP_NUM_THREADS=1 $(INTERPRET) $(BIN)/python -m pytest -n $(JOBS) -q tests/test_fused.py
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

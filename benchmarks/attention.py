@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,7 +26,9 @@ import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import relpos  # noqa: E402
+from relpos.attention import attend, prepare  # noqa: E402
 from relpos.encodings import build  # noqa: E402
+from relpos.terms import Layout  # noqa: E402
 
 TOKENS = 32768
 OURS = [
@@ -79,16 +83,27 @@ def inputs(length: int, heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
 
 
 def ours(spec: str, impl: str = "fused"):
+    """From q, k, v to the output, and the gradients of q, k, v and the encoding's parameters. For content-aware encodings
+    the operands are their potentials and gates: the projections that make them are the model's, as those of q, k, v are
+    (benchmarks/training_step.py times them all)."""
+
     def make(q, k, v, do, hidden):
-        # The terms' own construction (projections, running sums) belongs to the call: it is timed too.
         encoding = build(spec, heads=q.shape[1], head_dim=q.shape[-1]).cuda()
-        given = hidden if encoding.content else None
+        if not encoding.content:
+            return lambda: relpos.attention(q, k, v, encoding, impl=impl), [*encoding.parameters()]
+        layout = Layout(Tq=q.shape[2], Tk=k.shape[2], device=q.device)
+        with torch.no_grad():
+            _, terms = prepare(encoding, layout, hidden.float(), None, torch.float32)
+        leaves: list[torch.Tensor] = []
 
-        def call():
-            with torch.autocast("cuda", torch.bfloat16):
-                return relpos.attention(q, k, v, encoding, hidden=given, impl=impl)
+        def leaf(x: object) -> object:
+            if not isinstance(x, torch.Tensor):
+                return x
+            leaves.append(x.clone().requires_grad_())
+            return leaves[-1]
 
-        return call, [*encoding.parameters()]
+        terms = [type(term)(**{f.name: leaf(getattr(term, f.name)) for f in fields(term)}) for term in terms]
+        return lambda: attend(q, k, v, terms, layout, impl=impl), leaves
 
     return make
 
@@ -108,6 +123,7 @@ def flex(kind: str):
     def make(q, k, v, do, hidden):
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+        torch._dynamo.reset()  # each variant compiles twice (with and without gradients); the limit is eight
         compiled = torch.compile(flex_attention, dynamic=False)
         B, H, T, _ = q.shape
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
@@ -119,7 +135,7 @@ def flex(kind: str):
         elif kind == "key":
             key = torch.rand(B, H, T, device="cuda").cumsum(-1).requires_grad_()
             parameters = [key]
-            score_mod = lambda s, b, h, i, j: s + (key[b, h, j] - key[b, h, i])  # noqa: E731
+            score_mod = lambda s, b, h, i, j: s + key[b, h, j]  # noqa: E731 - two look-ups with gradient are refused
         elif kind == "kerple":
             a, p = (torch.rand(H, device="cuda", requires_grad=True) for _ in range(2))
             parameters = [a, p]
@@ -160,9 +176,6 @@ SLOW = {"FlexAttention, KERPLE learned", "dense T5 (SDPA, bias matrix)", "dense 
 def measure(make, q, k, v, do, hidden) -> dict:
     call, parameters = make(q, k, v, do, hidden)
     leaves = [q, k, v, *[p for p in parameters if p.requires_grad]]
-    if make in ():
-        leaves.append(hidden)
-
     def step():
         torch.autograd.grad(call(), leaves, do)
 
@@ -170,6 +183,18 @@ def measure(make, q, k, v, do, hidden) -> dict:
         forward = median_ms(call)
     both = median_ms(step)
     return {"forward_ms": forward, "both_ms": both, "extra_mib": peak_extra_mib(step)}
+
+
+def compile_one(job: tuple[str, int]) -> None:
+    """Fill Triton's cache on disk for one encoding, so that the kernels of all of them compile side by side."""
+    spec, head_dim = job
+    given = [x[:1] for x in inputs(1024, 768 // head_dim, head_dim)]
+    try:
+        call, leaves = ours(spec)(*given)
+        torch.autograd.grad(call(), [*given[:3], *[x for x in leaves if x.requires_grad]], given[3])
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001 - the measurement reports it
+        print(spec, type(error).__name__, str(error)[:200], flush=True)
 
 
 def ceilings() -> dict:
@@ -198,9 +223,23 @@ def main() -> None:
     parser.add_argument("--out")
     options = parser.parse_args()
     only = [name for name in options.only.split(";") if name]
+    with multiprocessing.get_context("spawn").Pool(14) as pool:
+        pool.map(compile_one, [(spec, int(d)) for d in options.head_dims.split(",") for spec in OURS], chunksize=1)
     top = ceilings()
     print(f"{torch.cuda.get_device_name()}: bf16 product {top['bf16_tflops']:.0f} TFLOP/s, copy {top['copy_tb_s']:.2f} TB/s")
-    rows = []
+    rows: list[dict] = []
+    result = {
+        "what": "causal attention, forward and forward + backward, bfloat16, 32,768 tokens a call, medians",
+        "machine": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "relpos": relpos.__version__},
+        "ceilings": top,
+        "floors": [
+            {"length": n, "head_dim": d, **floor_ms(n, 768 // d, d, top)}
+            for d in (64, 128)
+            for n in (512, 1024, 4096, 16384, 32768)
+        ],
+        "rows": rows,
+    }
     for head_dim in map(int, options.head_dims.split(",")):
         heads = 768 // head_dim
         for length in map(int, options.lengths.split(",")):
@@ -211,7 +250,7 @@ def main() -> None:
             for name, make in table.items():
                 if only and name not in only and base is not None:
                     continue
-                if name in SLOW and (length > options.slow_up_to or head_dim != 64):
+                if name in SLOW and (not 1024 <= length <= options.slow_up_to or head_dim != 64):
                     continue
                 given = inputs(length, heads, head_dim)
                 try:
@@ -230,19 +269,9 @@ def main() -> None:
                     f"both {row['both_ms']:8.3f} ({row['ratio']:5.2f})  +{row['extra_mib']:7.0f} MiB",
                     flush=True,
                 )
-    result = {
-        "what": "causal attention, forward and forward + backward, bfloat16, 32,768 tokens a call, medians",
-        "machine": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "relpos": relpos.__version__},
-        "ceilings": top,
-        "floors": [
-            {"length": n, "head_dim": d, **floor_ms(n, 768 // d, d, top)} for d in (64, 128) for n in (512, 1024, 4096, 16384, 32768)
-        ],
-        "rows": rows,
-    }
-    if options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(json.dumps(result, indent=1))
+                if options.out:  # after every row: a run that is stopped keeps what it measured
+                    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+                    Path(options.out).write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 - `attention(q, k, v, encoding, ...)`: the whole path, from unrotated q and k.
 - `attend(q, k, v, terms, layout, ...)`: the core, for callers that rotate and cache keys themselves (the models).
+- `explain(q, k, v, encoding, ...)`: which implementation `attention` would run, and why.
 - `bias_matrix(encoding, length, ...)`: the additive part as a dense matrix, to look at.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +34,7 @@ def choose(
 ) -> tuple[str, str]:
     """The implementation that will run and why. An explicit `impl` never falls back: what it cannot do is an error."""
     if impl not in IMPLEMENTATIONS:
-        raise UserError(f"there is no implementation {impl!r}.{nearest(impl, IMPLEMENTATIONS)}")
+        raise UserError(f"there is no implementation {impl!r}.{nearest(str(impl), IMPLEMENTATIONS)}")
     if impl == "reference":
         return impl, "asked for"
     if return_weights:
@@ -111,11 +114,20 @@ def prepare(
     return encoding.rotate(context), encoding.terms(context)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        raise UserError(f"q, k and v must be tensors, not {type(q).__name__}, {type(k).__name__}, {type(v).__name__}")
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise UserError(
             f"q must be [B,H,Tq,D] and k, v [B,Hkv,Tk,D]; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
+    if not all(x.is_floating_point() for x in (q, k, v)):
+        raise UserError(f"q, k and v must be of a floating point type, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.dtype != k.dtype and not torch.is_autocast_enabled(q.device.type):
+        raise UserError(f"q is {q.dtype} and k is {k.dtype}: convert one of them")
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) -> None:
     B, H, _, D = q.shape
     if k.shape[:3] != v.shape[:3] or k.shape[0] != B or k.shape[3] != D:
         raise UserError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
@@ -128,7 +140,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) 
     mask = layout.key_padding_mask
     if mask is not None and tuple(mask.shape) != (B, layout.Tk):
         raise UserError(f"key_padding_mask must be [B, Tk] = [{B}, {layout.Tk}], not {list(mask.shape)}")
+    if mask is not None and mask.is_floating_point():  # of those that are added, 0 means a real token
+        raise UserError(f"key_padding_mask must be bool, True for real tokens, not {mask.dtype}")
     if layout.cu_seqlens is not None:
+        if layout.cu_seqlens.dim() != 1:
+            raise UserError(
+                f"cu_seqlens must be one row of document borders, from 0 to {layout.Tk}, not of the shape "
+                f"{list(layout.cu_seqlens.shape)}"
+            )
         if B != 1:
             raise UserError(f"cu_seqlens packs documents into one row: batch must be 1, not {B}")
         if mask is not None or layout.positions is not None:
@@ -180,6 +199,54 @@ def attention(
     for what, given in (("attention sinks", sinks), ("soft-capping", softcap), ("attention dropout", dropout or None)):
         if given is not None:
             raise UserError(f"{what} is not supported: the kernels drop what is constant along a row of scores")
+    q, k, terms, layout, rescore = _ready(
+        q,
+        k,
+        v,
+        encoding,
+        hidden,
+        state,
+        causal=causal,
+        q_offset=q_offset,
+        key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+        positions=positions,
+        window=window,
+    )
+    return attend(q, k, v, terms, layout, scale=scale, rescore=rescore, impl=impl, return_weights=return_weights)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding | str,
+    *,
+    hidden: Tensor | None = None,
+    state: Tensor | None = None,
+    impl: str = "auto",
+    return_weights: bool = False,
+    **where: Any,
+) -> tuple[str, str]:
+    """The implementation that `attention` would run with the same arguments, and why. `where` is what says which query
+    sees which key: causal, positions, key_padding_mask, cu_seqlens, q_offset, window."""
+    q, k, terms, layout, rescore = _ready(q, k, v, encoding, hidden, state, **where)
+    return choose(impl, q, k, terms, layout, rescores=rescore is not None, return_weights=return_weights)
+
+
+def _ready(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding | str,
+    hidden: Tensor | None,
+    state: Tensor | None,
+    *,
+    positions: Tensor | None = None,
+    **where: Any,
+) -> tuple[Tensor, Tensor, list[Term], Layout, reference.Rescore | None]:
+    """Checked arguments of `attention` as those of `attend`: rotated q and k, terms, layout, rescore."""
+    _check_tensors(q, k, v)
     if isinstance(encoding, str):
         encoding = build(encoding, heads=q.shape[1], head_dim=q.shape[-1])
         if any(True for _ in encoding.parameters()):
@@ -188,17 +255,7 @@ def attention(
         raise UserError(f"encoding must be an Encoding or a string such as 'alibi', not {encoding!r}")
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
-    layout = Layout(
-        Tq=q.shape[2],
-        Tk=k.shape[2],
-        device=q.device,
-        causal=causal,
-        q_offset=q_offset,
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
-        positions=positions,
-        window=window,
-    )
+    layout = Layout(Tq=q.shape[2], Tk=k.shape[2], device=q.device, positions=positions, **where)
     _check(q, k, v, encoding, layout)
     if hidden is not None and hidden.shape[0] != q.shape[0]:
         raise UserError(f"hidden has a batch of {hidden.shape[0]} and q of {q.shape[0]}")
@@ -208,8 +265,7 @@ def attention(
     if encoding.head_dim != q.shape[-1] and (rotation is not None or encoding.rescores):
         raise UserError(f"{encoding.name} was built for heads of {encoding.head_dim} features and q has {q.shape[-1]}")
     q, k = rotary.apply_rotation(q, k, rotation)
-    rescore = encoding.rescore if encoding.rescores else None
-    return attend(q, k, v, terms, layout, scale=scale, rescore=rescore, impl=impl, return_weights=return_weights)
+    return q, k, terms, layout, encoding.rescore if encoding.rescores else None
 
 
 def bias_matrix(
@@ -225,21 +281,30 @@ def bias_matrix(
     diagonal when causal. For encodings that rescore, the new score minus the plain one."""
     if isinstance(encoding, str):
         encoding = build(encoding)
+    if not isinstance(encoding, Encoding):
+        raise UserError(f"encoding must be an Encoding or a string such as 'alibi', not {encoding!r}")
     if not encoding.additive:
         raise UserError(
             f"{encoding.name} adds nothing to the scores, so it has no bias matrix; look at its scores instead: "
             "relpos figure --kind scores"
         )
-    if length < 1:
-        raise UserError(f"length must be at least 1, not {length}")
+    if not isinstance(length, int) or length < 1:
+        raise UserError(f"length must be a whole number, at least 1, not {length!r}")
     if hidden is not None and hidden.dim() == 2:
         hidden = hidden[None]
-    for name, x in (("hidden", hidden), ("q", q), ("k", k)):
-        if x is not None and bool(torch.isnan(x).any()):
-            raise UserError(f"{name} holds NaN")
-        if x is not None and x.shape[-2] != length:
+    for name, x, shape in (("hidden", hidden, "[B,T,hidden_size]"), ("q", q, "[B,H,T,D]"), ("k", k, "[B,Hkv,T,D]")):
+        if x is None:
+            continue
+        if x.dim() != shape.count(",") + 1:
+            raise UserError(f"{name} must be {shape}, not of the shape {list(x.shape)}")
+        if x.shape[-2] != length:
             raise UserError(f"{name} has {x.shape[-2]} tokens; length is {length}")
-    given = next((x for x in (hidden, q, *encoding.parameters()) if x is not None), None)
+        if bool(torch.isnan(x).any()):
+            raise UserError(f"{name} holds NaN")
+    weight = next(encoding.parameters(), None)
+    if hidden is not None and weight is not None:
+        hidden = hidden.to(weight.dtype)
+    given = next((x for x in (hidden, q, weight) if x is not None), None)
     device = given.device if given is not None else torch.device("cpu")
     layout = Layout(Tq=length, Tk=length, device=device, causal=causal)
     dtype = torch.float32 if given is None else given.dtype
@@ -252,6 +317,14 @@ def bias_matrix(
             raise UserError(
                 f"{encoding.name} rescores whole rows: pass q and k, [B,{encoding.heads},T,{encoding.head_dim}]"
             )
+        _check_tensors(q, k, k)
+        _check(q, k, k, encoding, layout)
+        if q.shape[-1] != encoding.head_dim:
+            raise UserError(
+                f"{encoding.name} was built for heads of {encoding.head_dim} features and q has {q.shape[-1]}"
+            )
+        if encoding.content and hidden is not None and hidden.shape[0] != q.shape[0]:
+            raise UserError(f"hidden has a batch of {hidden.shape[0]} and q of {q.shape[0]}")
         k = reference.repeat_heads(k, q.shape[1])
         scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
         bias = encoding.rescore(scores, bias, q, k, allowed) - scores

@@ -122,14 +122,15 @@ def _strip(values: Tensor, origin: int, causal: bool, Tk: int, dtype: torch.dtyp
     aligned. `strip[h, 0, a, y]` is the value at distance `a - (y - zero)`; the second half is for tiles that lie
     across: `strip[h, 1, a, y]` is the value at distance `(y - (Y - zero)) - a`.
 
-    In float16 for 16-bit inputs: what a bias of -b contributes shrinks as e^-b, faster than its rounding grows."""
+    In float16 where q is bfloat16, which is three bits coarser: half the traffic. What a bias of -b contributes shrinks as
+    e^-b, faster than its rounding grows."""
     last = values.shape[1] - 1
     zero, length = _strip_size(last - origin, causal, Tk)
     a = torch.arange(SKEW, device=values.device)[:, None]
     y = torch.arange(length, device=values.device)[None]
     index = (origin + torch.stack((a - y + zero, y - a + zero - length))).clamp(0, last)
     values = values.detach()
-    return (values if dtype == torch.float32 else values.clamp(-6e4, 6e4).half())[:, index]
+    return (values.clamp(-6e4, 6e4).half() if dtype == torch.bfloat16 else values)[:, index]
 
 
 class _Call:

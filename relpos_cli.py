@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 app = typer.Typer(
     name="relpos",
@@ -81,15 +82,8 @@ def encodings(
     for column in ("name", "formula", "parameters", "directions", "implementations", "paper"):
         shown.add_column(column, justify="right" if column == "parameters" else "left", overflow="fold")
     for row in rows:
-        count = f"{row.parameters:,}"
-        shown.add_row(
-            row.name,
-            row.formula,
-            count,
-            row.directions,
-            ", ".join(row.implementations),
-            row.paper.removeprefix("https://"),
-        )
+        cells = (row.name, row.formula, f"{row.parameters:,}", row.directions, ", ".join(row.implementations))
+        shown.add_row(*map(Text, (*cells, row.paper.removeprefix("https://"))))  # Text: [d] is no markup
     _print(shown)
 
 
@@ -103,11 +97,11 @@ def info(
     from relpos.describe import info as collect
 
     for heading, rows in collect(what):
-        grid = Table(title=heading, title_justify="left", show_header=False, box=None, pad_edge=False)
+        grid = Table(title=Text(heading), title_justify="left", show_header=False, box=None, pad_edge=False)
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(overflow="fold")
         for key, value in rows:
-            grid.add_row(key, value)
+            grid.add_row(Text(key), Text(value))
         _print(grid)
         print()
 
@@ -550,6 +544,39 @@ def capture(
 
 
 # Study and explorer ---------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def explore(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN|CAPTURE|HF_DIR]...",
+            help="Model folders, capture files, encodings, result files; none shows the captures that ship.",
+        ),
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one self-contained HTML file instead of serving.")
+    ] = None,
+    layers: Annotated[
+        str, typer.Option(help="Layers in an exported file: held (with their text), last or all.")
+    ] = "held",
+    length: Annotated[int | None, typer.Option(help="Tokens that models and encodings are shown on.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than this machine's are seen by others.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 8737, or a free one.")] = None,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the browser.")] = True,
+) -> None:
+    """Look at position in a browser: every head, any text, two models side by side, an encoding playground."""
+    from relpos.explorer import Library, serve
+
+    if export is not None:
+        from relpos.explorer.export import page, write
+
+        print(write(page(Library(sources or [], length=length), layers=layers), export))
+        return
+    serve(sources or [], length=length, host=host, port=port, browser=browser)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Relative positional encodings for PyTorch: one file per encoding, one attention that runs them all."""
 
 from relpos import encodings, terms
-from relpos.attention import attention, bias_matrix
+from relpos.attention import attention, bias_matrix, explain
 from relpos.errors import UserError
 from relpos.models import RelPosConfig, RelPosForCausalLM, RelPosForMaskedLM
 
@@ -16,6 +16,8 @@ __all__ = [
     "attention",
     "bias_matrix",
     "encodings",
+    "explain",
+    "explore",
     "figure",
     "terms",
 ]
@@ -26,3 +28,10 @@ def figure(*sources, **options):
     from relpos.figures import figure as draw
 
     return draw(*sources, **options)
+
+
+def explore(*sources, **options):
+    """Look at encodings, captures or models in a notebook: `relpos.explorer.explore`, loaded when first called."""
+    from relpos.explorer import explore as show
+
+    return show(*sources, **options)

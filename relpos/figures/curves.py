@@ -142,7 +142,7 @@ def _merged(bins: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 def loss_by_position(results: Results) -> Figure:
     """Mean loss against the number of tokens before, in the longest windows each model was measured with: the line is
-    the mean over bins (four per doubling, or more tokens at the start), the faint dots the mean over 1/64 of the window."""
+    the mean over bins (four per doubling, wider at the start), the faint dots the mean over 1/64 of the window."""
     chosen = []
     for label, v in results:
         rows = [r for r in _measured(v, "blocks") if "positions" in r]

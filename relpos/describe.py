@@ -99,8 +99,11 @@ def markdown_table() -> str:
 def info(what: str) -> list[tuple[str, list[tuple[str, str]]]]:
     """Headings with rows of (what, value) for a spec or for a folder with a trained model."""
     folder = Path(what)
-    if folder.is_dir():
+    if what and folder.is_dir():
         return _info_run(folder)
+    # No encoding's name has a slash, so this was meant as a folder, unless it is an encoding's file.
+    if "/" in what.partition(":")[0] and ".py" not in what:
+        raise UserError(f"there is no folder {what!r}; `relpos encodings` lists the encodings")
     return [_rows(describe(what))]
 
 

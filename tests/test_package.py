@@ -202,6 +202,12 @@ def test_encodings_lists_the_whole_registry(capsys):
     assert status == 0
     for name in encodings.names():
         assert re.search(rf"│ {name} ", out), name
+    assert "(r_i P)[d], r = x W" in out  # square brackets are no markup
+
+
+def test_info_shows_formulas_as_they_are(capsys):
+    status, out, _ = command(capsys, "info", "dape:version=2,base=kerple")
+    assert status == 0 and "f([q_i . k_j / sqrt(D); b_ij])" in out
 
 
 @pytest.mark.parametrize(
@@ -212,6 +218,8 @@ def test_encodings_lists_the_whole_registry(capsys):
         (["info", "kerple:fom=log"], ["no option 'fom'", "'form'"]),
         (["info"], ["SPEC|RUN"]),
         (["info", "docs"], ["config.json"]),
+        (["info", "runs/cable-nano"], ["there is no folder 'runs/cable-nano'"]),
+        (["info", ""], ["an encoding is a string such as"]),
         (["figur"], ["figur", "figure"]),
         (["figure", "--length", "many"], ["--length"]),
         (["--plugin", "nowhere.py", "encodings"], ["nowhere.py"]),

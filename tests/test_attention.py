@@ -451,6 +451,18 @@ def test_choose_says_what_and_why():
             choose(impl, q, q, [], layout, return_weights=True)
 
 
+def test_explain_answers_for_a_call():
+    q = torch.zeros(1, 4, 16, HEAD_DIM)
+    how, why = relpos.explain(q, q, q, "alibi")
+    assert how == "reference" and "small enough to be dense" in why
+    assert relpos.explain(q, q, q, "rope", impl="blockwise", causal=False, window=3) == ("blockwise", "asked for")
+    long = torch.zeros(1, 4, 1, HEAD_DIM).expand(-1, -1, 2048, -1)
+    assert relpos.explain(long, long, long, "alibi")[0] == "blockwise"
+    assert relpos.explain(long, long, long, "alibi", return_weights=True)[0] == "reference"
+    with pytest.raises(UserError, match="was built for 5 heads"):
+        relpos.explain(q, q, q, build("kerple", heads=5))
+
+
 def test_auto_is_the_same_at_a_length_where_it_is_blockwise(monkeypatch):
     encoding, inputs = make(several[0], H), Inputs(H, 20)
     dense = attention(several[0], encoding, inputs)
@@ -470,6 +482,10 @@ def bad(message, **changes):
 def test_bad_input():
     x = torch.zeros
     bad(r"q must be \[B,H,Tq,D\]", q=x(4, 6, 8))
+    bad(r"q must be \[B,H,Tq,D\]", q=x(8))
+    bad("q, k and v must be tensors, not list", q=[1.0])
+    bad("floating point type, not torch.int64", q=x(2, 4, 6, 8).long(), k=x(2, 4, 6, 8).long())
+    bad("q is torch.float32 and k is torch.float64", k=x(2, 4, 6, 8).double())
     bad("do not fit together", k=x(2, 4, 6, 7))
     bad("do not fit together", v=x(2, 4, 5, 8))
     bad("do not fit together", k=x(3, 4, 6, 8), v=x(3, 4, 6, 8))
@@ -480,8 +496,10 @@ def test_bad_input():
     bad("kerple has parameters: build it once", encoding="kerple")
     bad("encoding must be", encoding=3)
     bad(r"key_padding_mask must be \[B, Tk\] = \[2, 6\], not \[2, 5\]", key_padding_mask=x(2, 5, dtype=torch.bool))
+    bad("key_padding_mask must be bool, True for real tokens, not torch.float32", key_padding_mask=x(2, 6))
     bad("batch must be 1, not 2", cu_seqlens=torch.tensor([0, 6]))
     one = {"q": x(1, 4, 6, 8), "k": x(1, 4, 6, 8), "v": x(1, 4, 6, 8)}
+    bad("cu_seqlens must be one row of document borders, from 0 to 6", cu_seqlens=torch.tensor([[0, 6]]), **one)
     bad("pass no key_padding_mask", cu_seqlens=torch.tensor([0, 6]), key_padding_mask=x(1, 6) == 0, **one)
     bad("pass no key_padding_mask or positions", cu_seqlens=torch.tensor([0, 6]), positions=x(1, 6).long(), **one)
     bad("q_offset=7 puts 6 queries outside 6 keys", q_offset=7)
@@ -491,6 +509,7 @@ def test_bad_input():
     bad(r"positions must be \[1 or B, Tk\] = \[2, 6\], not \[2, 5\]", positions=x(2, 5).long())
     bad("window must be at least 1", window=0)
     bad("there is no implementation 'flash'", impl="flash")
+    bad("there is no implementation None", impl=None)
     bad("impl='fused' cannot run here", impl="fused")
     bad("impl='blockwise' never holds the weights", impl="blockwise", return_weights=True)
     bad("sinks is not supported", sinks=x(4))

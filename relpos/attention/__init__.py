@@ -52,7 +52,7 @@ def choose(
         return impl, "asked for"
     if obstacle is None and q.is_cuda:
         return "fused", "on a GPU and every term has a kernel"
-    why = obstacle or "no GPU"
+    why = f"not fused: {obstacle}" if obstacle else "no GPU"
     if q.shape[0] * q.shape[1] * layout.Tq * layout.Tk <= DENSE_CELLS:
         return "reference", f"{why}; small enough to be dense"
     return "blockwise", f"{why}; memory linear in the length"

@@ -413,9 +413,26 @@ def test_bias_matrix_bad_input():
         relpos.bias_matrix(cable, 8, torch.zeros(1, 8, 15))
     with pytest.raises(UserError, match="rescores whole rows: pass q and k"):
         relpos.bias_matrix(build("cope", heads=2, head_dim=8), 8)
-    with pytest.raises(UserError, match="length must be at least 1"):
+    with pytest.raises(UserError, match="length must be a whole number, at least 1, not 0"):
         relpos.bias_matrix("alibi", 0)
+    with pytest.raises(UserError, match="length must be a whole number"):
+        relpos.bias_matrix("alibi", 8.0)
+    with pytest.raises(UserError, match="encoding must be"):
+        relpos.bias_matrix(3, 8)
+    with pytest.raises(UserError, match=r"hidden must be \[B,T,hidden_size\], not of the shape \[16\]"):
+        relpos.bias_matrix(cable, 8, torch.zeros(16))
+    cope, q = build("cope", heads=2, head_dim=8), torch.zeros(1, 2, 8, 8)
+    for wrong, message in (
+        (q[0], r"q must be \[B,H,T,D\]"),
+        (q.repeat(1, 2, 1, 1), "was built for 2 heads and q has 4"),
+        (q[..., :4], "do not fit together"),
+    ):
+        with pytest.raises(UserError, match=message):
+            relpos.bias_matrix(cope, 8, q=wrong, k=q)
+    with pytest.raises(UserError, match="was built for heads of 8 features and q has 4"):
+        relpos.bias_matrix(cope, 8, q=q[..., :4], k=q[..., :4])
     assert relpos.bias_matrix(cable, 8, torch.zeros(8, 16)).shape == (1, 2, 8, 8)
+    assert relpos.bias_matrix(cable, 8, torch.zeros(8, 16).bfloat16()).dtype == torch.float32
     assert relpos.bias_matrix("alibi", 8).shape == (12, 8, 8)
 
 
@@ -466,6 +483,7 @@ def test_slug():
     assert slug("rope:scaling=yarn,factor=8.5") == "rope-scaling-yarn-factor-8.5"
     assert slug("dape:version=2,base=kerple:form=power") == "dape-version-2-base-kerple-form-power"
     assert slug("../there/mine.py:opt=1") == "mine-opt-1"
+    assert slug("rope:sign=-1") != slug("rope:sign=1")
     slugs = [slug(case.spec) for case in CASES]
     assert len(set(slugs)) == len(slugs)
     assert all("/" not in s and ":" not in s and "," not in s for s in slugs)
@@ -638,6 +656,9 @@ def test_register(registry):
         encodings.register(type("Other", (Encoding,), {}), "mine")
     with pytest.raises(UserError, match="already taken"):
         encodings.register(type("Alibi2", (Encoding,), {}), "alibi")
+    encodings._registered.pop("fire", None)  # not asked for yet
+    with pytest.raises(UserError, match="already taken"):
+        encodings.register(type("Fire2", (Encoding,), {}), "fire")
 
 
 def test_entry_points(monkeypatch, registry):

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable
@@ -48,6 +49,8 @@ def register(cls: type[Encoding], name: str | None = None) -> type[Encoding]:
     name = name or cls.__dict__.get("name") or cls.__module__.rpartition(".")[2]
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(f"an encoding's name is a lower-case word, not {name!r}")
+    if name in _builtin_names() and cls.__module__ != f"{__name__}.{name}":
+        raise UserError(f"the name {name!r} is already taken by an encoding of relpos")
     known = _registered.get(name)
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise UserError(f"the name {name!r} is already taken by {known.__module__}.{known.__qualname__}")
@@ -108,8 +111,6 @@ def load_file(path: str | Path) -> type[Encoding]:
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    import sys
-
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
@@ -233,8 +234,8 @@ def _refuse_files(spec: str) -> None:
     name, raw = parse(spec)
     if name.endswith(".py"):
         raise UserError(
-            f"this checkpoint names the file {name!r}, and loading one never imports code. Register the encoding "
-            f"first: relpos.encodings.build({spec!r}), then load the checkpoint with that name"
+            f"this config or checkpoint names the file {name!r}, and loading one never imports code. Register the "
+            f"encoding first, relpos.encodings.build({spec!r}), and use its name, {Path(name).stem!r}"
         )
     if "base" in raw and not raw["base"][:1].isdigit():
         _refuse_files(raw["base"])
@@ -282,4 +283,5 @@ def slug(spec: str) -> str:
     name, _ = _split_name(spec.strip())
     rest = spec.strip()[len(name) :]
     stem = Path(name).stem if name.endswith(".py") else name
+    rest = rest.replace("=-", "=minus ")
     return re.sub(r"[^A-Za-z0-9.]+", "-", stem + rest).strip("-.")

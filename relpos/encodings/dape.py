@@ -70,8 +70,8 @@ class DAPE(Encoding):
         return self.base.stateful
 
     def checks(self, layout: Layout, dtype: torch.dtype) -> None:
+        self.base.checks(layout, dtype)  # first: where the base is causal only, it is the one to name
         super().checks(layout, dtype)
-        self.base.checks(layout, dtype)
 
     def rotate(self, ctx: Context) -> Rotation | None:
         return self.base.rotate(ctx)

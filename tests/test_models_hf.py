@@ -414,6 +414,7 @@ def test_accumulated_steps_count_tokens_not_batches(tmp_path: Path) -> None:
         (lambda: gpt()(), "input_ids or inputs_embeds"),
         (lambda: gpt()(IDS[0]), r"\[batch, tokens\].*\[33\]"),
         (lambda: gpt()(IDS[:, :0]), "at least one token"),
+        (lambda: gpt()(IDS + V), f"is outside the vocabulary of {V}"),
         (lambda: gpt()(inputs_embeds=torch.zeros(2, 3, 40)), "40 features and the model 48"),
         (lambda: gpt().generate(IDS, cache_implementation="static", max_new_tokens=2), "DynamicCache"),
         (lambda: gpt().gradient_checkpointing_enable({"use_reentrant": True}), "use_reentrant"),

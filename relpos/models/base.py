@@ -32,10 +32,22 @@ def embedded(model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None)
     assert given is not None
     if given.dim() != 2 or given.shape[1] == 0:
         raise UserError(f"the input must be [batch, tokens] with at least one token; it is {list(given.shape)}")
+    if input_ids is not None:
+        _check_vocabulary(input_ids, model.config.vocab_size)
     hidden = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     if hidden.shape[-1] != model.config.hidden_size:
         raise UserError(f"inputs_embeds have {hidden.shape[-1]} features and the model {model.config.hidden_size}")
     return hidden
+
+
+def _check_vocabulary(input_ids: Tensor, size: int) -> None:
+    # On a CPU a look at the values is cheap, and better than "index out of range in self".
+    if input_ids.device.type != "cpu" or input_ids.numel() == 0 or torch.compiler.is_compiling():
+        return
+    low, high = (int(x) for x in input_ids.aminmax())
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        raise UserError(f"token {wrong} is outside the vocabulary of {size}: is the text from another tokenizer?")
 
 
 @dataclass

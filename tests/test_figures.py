@@ -245,6 +245,7 @@ def test_picture_is_as_stored(tmp_path):
     stored = STORED / "figure-kerple.png"
     if not stored.exists():
         stored.write_bytes(made.read_bytes())
+        pytest.fail(f"there was no {stored.name}: it is written now, look at it")
     assert compare_images(str(stored), str(made), tol=8) is None
 
 

@@ -627,7 +627,7 @@ def _sample(out: Path, tok: Any, mask: int | None, data: TokenData, settings: Se
         if mask is None:
             model = RelPosForCausalLM.from_pretrained(out).to(device).eval()
             begin = torch.tensor([[data.eot]], device=device)
-            how: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_k=40, pad_token_id=data.eot)
+            how: dict[str, Any] = dict(do_sample=True, temperature=0.9, top_k=20, pad_token_id=data.eot)
             ids = model.generate(begin, max_new_tokens=300, **how)
             return str(tok.decode(ids[0, 1:], skip_special_tokens=True))
         encoder = RelPosForMaskedLM.from_pretrained(out).to(device).eval()

@@ -125,7 +125,7 @@ def test_packed_documents(case):
 
 
 # One encoding for each way a bias reaches the kernels: none, slope, key, gate, logarithm, profile, knots, table, far.
-KINDS = ["none", "alibi:learn=true", "fox", "cable", "cable:form=kernel", "kerple", "fire:length=9", "kerple:form=power",
+KINDS = ["none", "alibi:learn=true", "fox", "cable", "cable:form=kernel", "kerple", "fire:width=8,length=9", "kerple:form=power",
          "t5:form=clipped,clip=5"]  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_window(spec):
 
 @pytest.mark.parametrize("spec", ["cable", "kerple", "t5"])
 def test_twelve_heads_one_token_and_a_block_plus_one(spec):
-    compare(spec, HALF, heads=12, key_heads=12, T=33)
+    compare(spec, HALF, heads=12, key_heads=12, T=33, B=1)
     compare(spec, HALF, T=1)
 
 
@@ -166,10 +166,10 @@ def test_rotation(layout, dtype):
         torch.testing.assert_close(ours, plain)
 
 
-def test_the_same_bits_every_time():
-    for spec in KINDS:
-        first, second = (attend(spec, HALF, "fused") for _ in range(2))
-        assert all(torch.equal(first[name], second[name]) for name in first), spec
+@pytest.mark.parametrize("spec", ["cable", "fire:width=4,length=9", "t5:form=clipped,clip=5"])
+def test_the_same_bits_every_time(spec):
+    first, second = (attend(spec, HALF, "fused", T=LENGTH if GPU else 20, heads=2) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 class Largest(TorchDispatchMode):
@@ -187,7 +187,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("spec", ["cable", "kerple:form=power", "kerple", "fire"])
+@pytest.mark.parametrize("spec", ["cable", "kerple:form=power", "kerple", "fire:width=2"])
 def test_nothing_is_quadratic(spec, monkeypatch):
     monkeypatch.undo()  # the real blocks
     T = 4096 if GPU else 320

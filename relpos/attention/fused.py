@@ -259,7 +259,7 @@ def _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, psl
         # In the kernels u = log2(1 + rate d) * (rho ln 2), and slopes are times log2(e).
         if c.K:
             per_head = pieces.sum((0, 2))
-            grads["pslope"], grads["poffset"] = per_head[:, 0].contiguous(), per_head[:, 1].contiguous()
+            grads["pslope"], grads["poffset"] = per_head[:, 0].clone(), per_head[:, 1].clone()
             by_rho = by_rho.sum(1) * (LN2 * LN2)
         else:
             grads["pslope"] = key.sum((0, 2))[:, None]

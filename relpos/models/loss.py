@@ -103,9 +103,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses, logits, lse = _chunk(h, weight, bias, t)
             total += losses.sum()
             if d_hidden is not None and d_weight is not None:
-                d = logits.sub_(lse[:, None]).exp_()  # softmax - one-hot
-                d.scatter_add_(-1, t.clamp(min=0)[:, None], torch.full_like(lse, -1.0)[:, None])
-                d.masked_fill_((t == IGNORE)[:, None], 0.0)
+                if torch.compiler.is_compiling():  # one pass: a scatter would keep the compiler from fusing it
+                    hit = torch.arange(weight.shape[0], device=t.device) == t[:, None]
+                    d = torch.where(hit, (logits - lse[:, None]).exp() - 1, (logits - lse[:, None]).exp())
+                    d = torch.where((t == IGNORE)[:, None], 0.0, d)
+                else:
+                    d = logits.sub_(lse[:, None]).exp_()  # softmax - one-hot
+                    d.scatter_add_(-1, t.clamp(min=0)[:, None], torch.full_like(lse, -1.0)[:, None])
+                    d.masked_fill_((t == IGNORE)[:, None], 0.0)
                 if d_bias is not None:
                     d_bias += d.sum(0)
                 d = d.to(h.dtype)

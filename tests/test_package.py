@@ -210,6 +210,15 @@ def test_info_shows_formulas_as_they_are(capsys):
     assert status == 0 and "f([q_i . k_j / sqrt(D); b_ij])" in out
 
 
+def test_the_formula_is_that_of_the_options():
+    assert "ln((S_i - S_j)^2 + 1)" in describe("cable:form=kernel").formula
+    assert describe("cable:form=unweighted").formula.startswith("-|S_i - S_j|")
+    assert describe("kerple:form=power").formula == "-a_h |d|^p_h"
+    assert describe("t5:form=clipped,clip=8").formula == "table_h[clamp(d, -8, 8)]"
+    assert "d >= 256" in describe("inkling:length=256").formula
+    assert describe("cable").formula == encodings.get("cable").formula
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [

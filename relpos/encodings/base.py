@@ -24,7 +24,7 @@ class Encoding(nn.Module):
 
     name: ClassVar[str]  # the stem of the file, set by the registry
     title: ClassVar[str] = ""  # how the name is written in text, "ALiBi"
-    formula: ClassVar[str] = ""  # one line, with i the query, j the key, d = i - j
+    formula: str = ""  # one line, with i the query, j the key, d = i - j; an option may change it
     paper: ClassVar[str] = ""  # address
     bidirectional: bool = True  # False: causal only, anything else is an error
     additive: ClassVar[bool] = True  # False: there is no bias to draw (rotations, embeddings)

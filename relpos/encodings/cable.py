@@ -21,10 +21,18 @@ from torch import Tensor, nn
 from relpos.encodings.base import Encoding, running_sum, wide
 from relpos.terms import Context, Layout, Potential, Term
 
+STEPS, GATE = "S = cumsum relu(x W_c + b_c)", "g = softplus(x W_s + b_s)"
+FORMULAS = {
+    "weighted": f"-g_i |S_i - S_j|, {STEPS}, {GATE}",
+    "unweighted": f"-|S_i - S_j|, {STEPS}",
+    "kernel": f"-g_i ln((S_i - S_j)^2 + 1), {STEPS}, {GATE}",
+    "softplus": "-|S_i - S_j|, S = cumsum softplus(x W_c + b_c)",
+}
+
 
 class Cable(Encoding):
     title = "CABLE"
-    formula = "-g_i |S_i - S_j|, S = cumsum relu(x W_c + b_c), g = softplus(x W_s + b_s)"
+    formula = FORMULAS["weighted"]
     paper = "https://arxiv.org/abs/2503.08067"
     content = True
     decode_state = "S_j, one float32 per key and head"
@@ -39,7 +47,7 @@ class Cable(Encoding):
         share: bool = False,
     ):
         super().__init__(heads=heads, head_dim=head_dim, hidden_size=hidden_size, share=share)
-        self.form = form
+        self.form, self.formula = form, FORMULAS[form]
         self.step = nn.Linear(hidden_size, heads)
         self.gate = nn.Linear(hidden_size, heads) if form in ("weighted", "kernel") else None
 

@@ -34,7 +34,7 @@ class Inkling(Encoding):
         super().__init__(heads=heads, head_dim=head_dim, hidden_size=hidden_size, share=share)
         self.require(rank >= 1, f"rank must be at least 1, not {rank}")
         self.require(length >= 1, f"length must be at least 1, not {length}")
-        self.rank = rank
+        self.rank, self.formula = rank, f"(r_i P)[d], r = x W; 0 for d >= {length}"
         self.mix = nn.Linear(hidden_size, rank * heads, bias=False)
         self.bank = nn.Parameter(torch.empty(rank, length))
 

@@ -35,6 +35,8 @@ class Kerple(DistanceEncoding):
     ):
         super().__init__(heads=heads, head_dim=head_dim, hidden_size=hidden_size, share=share)
         self.form = form
+        if form == "power":
+            self.formula = "-a_h |d|^p_h"
         self.p = nn.Parameter(torch.empty(heads))
         self.a = nn.Parameter(torch.empty(heads))
 

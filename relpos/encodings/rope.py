@@ -89,6 +89,8 @@ class RoPE(Encoding):
         self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
         self.short_factor, self.long_factor = short_factor or (), long_factor or ()
         self.dim = int(head_dim * partial)  # turned features
+        if scaling != "none":
+            self.formula += f", scaled as {scaling} does"
 
         self.require(base > 1, f"base must be above 1, not {base}")
         self.require(0 < partial <= 1, f"partial is a fraction above 0 and at most 1, not {partial}")

@@ -70,6 +70,8 @@ class T5(Encoding):
         super().__init__(heads=heads, head_dim=head_dim, hidden_size=hidden_size, share=share)
         self.form, self.buckets, self.max_distance, self.clip = form, buckets, max_distance, clip
         self.scale, self.std = scale, std
+        if form == "clipped":
+            self.formula = f"table_h[clamp(d, -{clip}, {clip})]"
         self.require(buckets >= 2, f"buckets must be at least 2, not {buckets}")
         self.require(
             max_distance > buckets // 2,

@@ -42,6 +42,7 @@ class XPos(Encoding):
         self.require(base > 1, f"base must be above 1, not {base}")
         self.require(scale_base > 0, f"scale_base must be above 0, not {scale_base}")
         self.base, self.scale_base = base, scale_base
+        self.formula = self.formula.replace("512", f"{scale_base:g}")
 
     def limit(self, dtype: torch.dtype) -> int:
         """The last position whose key still fits."""

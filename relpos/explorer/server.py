@@ -145,8 +145,9 @@ async def _body(request: Request) -> dict[str, Any]:
             raise HTTPException(413, f"a request may hold at most {MAX_BODY} bytes")
     try:
         value = json.loads(data)
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON and no text
     except (ValueError, RecursionError):
-        raise UserError("the request is not valid JSON") from None
+        raise UserError("the request is not valid JSON in UTF-8") from None
     if not isinstance(value, dict):
         raise UserError("the request must be a JSON object")
     return value

@@ -434,6 +434,7 @@ async function readText(text) {
   note("Reading…");
   const begin = performance.now();
   try {
+    await describe(reader);
     const made = await json("api/text", { source: reader, text });
     facts.set(made.key, made);
     state.reader = reader;

@@ -37,8 +37,8 @@ const decades = (low, high) => {
 };
 
 /** A chart. series: { x, y, low, high, colour, width, label, dash, dots }. Returns the element, with `place(x)`. */
-export function chart({ series, x, y, width = 640, height = 300, label, rules = [] }) {
-  const margin = { left: 68, right: 14, top: 12, bottom: 40 };
+export function chart({ series, x, y, width = 640, height = 300, label, rules = [], right = 14 }) {
+  const margin = { left: 68, right, top: 12, bottom: 40 };
   let [x0, x1, y0, y1] = [Infinity, -Infinity, Infinity, -Infinity];
   for (const one of series) {
     one.x.forEach((value, k) => {
@@ -48,7 +48,7 @@ export function chart({ series, x, y, width = 640, height = 300, label, rules = 
       y0 = Math.min(y0, low, one.y[k]); y1 = Math.max(y1, high, one.y[k]);
     });
   }
-  if (x0 === x1) { x0 -= 1; x1 += 1; }
+  if (x.log) { const room = (x1 / x0) ** 0.04 * (x0 === x1 ? 2 : 1); x0 /= room; x1 *= room; } else if (x0 === x1) { x0 -= 1; x1 += 1; }
   if (y.log) { y0 = Math.max(y0, y.floor || 1e-12); y1 = Math.max(y1, y0 * 1.01); } else { const pad = (y1 - y0) * 0.05 || 1; y0 -= pad; y1 += pad; }
   const tx = x.log ? Math.log : Number, ty = y.log ? (v) => Math.log(Math.max(v, y0)) : Number;
   const X = (v) => margin.left + ((tx(v) - tx(x0)) / (tx(x1) - tx(x0))) * (width - margin.left - margin.right);
@@ -135,13 +135,13 @@ export function curvesChart(curves, protocol) {
   const all = series.flatMap((one) => one.y);
   const trained = new Set(shown.map((one) => one.train_length).filter(Boolean));
   const svg = chart({
-    series, height: 380, width: 760, x: { label: "window length in tokens", log: true },
+    series, height: 380, width: 900, right: 210, x: { label: "window length in tokens", log: true },
     y: { label: "perplexity", log: Math.max(...all) > 3 * Math.min(...all) },
     label: `Perplexity by length, protocol ${protocol}: ${shown.map((one) => one.label).join(", ")}`,
     rules: trained.size === 1 ? [{ at: [...trained][0], text: `trained at ${[...trained][0]}` }] : [],
   });
   shown.forEach((one, place) => svg.append(
-    node("rect", { x: 70, y: 18 + 16 * place, width: 14, height: 3, fill: COLOURS[place % COLOURS.length] }),
-    node("text", { x: 90, y: 24 + 16 * place }, one.label)));
+    node("rect", { x: 702, y: 18 + 16 * place, width: 14, height: 3, fill: COLOURS[place % COLOURS.length] }),
+    node("text", { x: 722, y: 24 + 16 * place }, one.label)));
   return svg;
 }

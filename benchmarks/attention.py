@@ -74,7 +74,8 @@ def inputs(length: int, heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(0)
     batch = max(1, TOKENS // length)
     q, k, v, do = (
-        torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
+        torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for _ in range(4)
     )
     hidden = torch.randn(batch, length, heads * head_dim, device="cuda", dtype=torch.bfloat16)
     for x in (q, k, v, hidden):
@@ -176,6 +177,7 @@ SLOW = {"FlexAttention, KERPLE learned", "dense T5 (SDPA, bias matrix)", "dense 
 def measure(make, q, k, v, do, hidden) -> dict:
     call, parameters = make(q, k, v, do, hidden)
     leaves = [q, k, v, *[p for p in parameters if p.requires_grad]]
+
     def step():
         torch.autograd.grad(call(), leaves, do)
 
@@ -226,7 +228,9 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(compile_one, [(spec, int(d)) for d in options.head_dims.split(",") for spec in OURS], chunksize=1)
     top = ceilings()
-    print(f"{torch.cuda.get_device_name()}: bf16 product {top['bf16_tflops']:.0f} TFLOP/s, copy {top['copy_tb_s']:.2f} TB/s")
+    print(
+        f"{torch.cuda.get_device_name()}: bf16 product {top['bf16_tflops']:.0f} TFLOP/s, copy {top['copy_tb_s']:.2f} TB/s"
+    )
     rows: list[dict] = []
     result = {
         "what": "causal attention, forward and forward + backward, bfloat16, 32,768 tokens a call, medians",

@@ -56,7 +56,9 @@ def measure(job: tuple[str, int, str, int]) -> dict:
             torch.cuda.reset_peak_memory_stats()
             for _ in range(3):
                 step()
-            events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(steps)]
+            events = [
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(steps)
+            ]
             for begin, end in events:
                 begin.record()
                 step()

@@ -2,8 +2,8 @@
 
     python benchmarks/tune.py --lengths 1024,4096 --variants none,cable --out tune.json
 
-Compiles in parallel first, then reads each kernel's own GPU time from the profiler, so that one pass over the candidates
-serves all kernels. The winners go into `_BLOCKS` of relpos/attention/fused.py by hand.
+Compiles in parallel first, then reads each kernel's own GPU time from the profiler, so that one pass over the
+candidates serves all kernels. The winners go into `_BLOCKS` of relpos/attention/fused.py by hand.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def problem(variant: str, length: int, head_dim: int, tokens: int = TOKENS):
     batch = max(1, tokens // length)
     encoding = build(variant, heads=heads, head_dim=head_dim).cuda()
     q, k, v, do = (
-        torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
+        torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for _ in range(4)
     )
     hidden = torch.randn(batch, length, heads * head_dim, device="cuda")
     layout = Layout(Tq=length, Tk=length, device=q.device)
@@ -145,7 +146,13 @@ def main() -> None:
                 for kernel, blocks in chosen.items():
                     if kernel in times:
                         rows.append(
-                            {"variant": variant, "length": length, "kernel": kernel, "blocks": blocks, "us": times[kernel]}
+                            {
+                                "variant": variant,
+                                "length": length,
+                                "kernel": kernel,
+                                "blocks": blocks,
+                                "us": times[kernel],
+                            }
                         )
                 other = sum(t for name, t in times.items() if name not in chosen)
                 rows.append({"variant": variant, "length": length, "kernel": "other", "blocks": (), "us": other})

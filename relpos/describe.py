@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from relpos import encodings
+from relpos.attention import fused, prepare
 from relpos.encodings import Encoding
 from relpos.errors import UserError
+from relpos.terms import Layout
 
 GPT2_SMALL = {"heads": 12, "head_dim": 64, "hidden_size": 768}
 GPT2_SMALL_LAYERS = 12
@@ -46,6 +50,14 @@ def enters(encoding: Encoding) -> str:
     return " and ".join(ways) or "mask only"
 
 
+def fusable(encoding: Encoding) -> bool:
+    """Whether the fused kernels can run what the encoding adds to the scores of a plain causal text."""
+    layout = Layout(Tq=2, Tk=2, device=torch.device("cpu"))
+    hidden = torch.zeros(1, 2, encoding.hidden_size) if encoding.content else None
+    _, terms = prepare(encoding, layout, hidden)
+    return fused.unsupported(terms, layout, rescores=encoding.rescores) is None
+
+
 def describe(spec: str, *, layers: int = GPT2_SMALL_LAYERS, **geometry: int) -> Description:
     """Describe a spec for a model's geometry, by default that of GPT-2 Small."""
     shape: Any = {**GPT2_SMALL, **geometry}
@@ -64,8 +76,7 @@ def describe(spec: str, *, layers: int = GPT2_SMALL_LAYERS, **geometry: int) -> 
         parameters=per_layer * (1 if shared else layers),
         per_layer=per_layer,
         shared=shared,
-        # A kernel holds a tile of one head; a rescoring encoding wants whole rows of all of them.
-        implementations=("reference", "blockwise") if encoding.rescores else ("reference", "blockwise", "fused"),
+        implementations=("reference", "blockwise", "fused") if fusable(encoding) else ("reference", "blockwise"),
         decode_state=encoding.decode_state,
         options={
             key: (encodings.describe_type(kind), default)

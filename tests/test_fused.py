@@ -1,8 +1,8 @@
-"""The fused kernels against the reference in float64: output and every gradient, off by at most twice what eager code in
-the same dtype is off.
+"""The fused kernels against the reference in float64: output and every gradient, off by at most twice what eager code
+in the same dtype is off.
 
-On a GPU the kernels run at real sizes, bfloat16 included. Elsewhere Triton's interpreter runs the same kernels on the CPU
-at small ones: `TRITON_INTERPRET=1 pytest tests/test_fused.py`, as `make test` does. Its bfloat16 product is wrong, so
+On a GPU the kernels run at real sizes, bfloat16 included. Elsewhere Triton's interpreter runs the same kernels on the
+CPU at small ones: `TRITON_INTERPRET=1 pytest tests/test_fused.py`, as `make test` does. Its bfloat16 product is wrong, so
 bfloat16 is left to the GPU.
 """
 
@@ -125,8 +125,8 @@ def test_packed_documents(case):
 
 
 # One encoding for each way a bias reaches the kernels: none, slope, key, gate, logarithm, profile, knots, table, far.
-KINDS = ["none", "alibi:learn=true", "fox", "cable", "cable:form=kernel", "kerple", "fire:width=8,length=9", "kerple:form=power",
-         "t5:form=clipped,clip=5"]  # fmt: skip
+KINDS = ["none", "alibi:learn=true", "fox", "cable", "cable:form=kernel", "kerple", "fire:width=8,length=9",
+         "kerple:form=power", "t5:form=clipped,clip=5"]  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", KINDS)
@@ -218,7 +218,8 @@ def test_the_operator_is_well_formed():
     q, k, v = (torch.randn(1, 2, 9, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     slopes = torch.rand(2, device=DEVICE, requires_grad=True)
     arguments = (q, k, v, slopes, *[None] * 12, 0, True, 0, 0, 0, 0.25)
-    torch.library.opcheck(fused._attend, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(fused._attend, arguments, test_utils=checks)
 
 
 def test_checkpointing_and_autocast():

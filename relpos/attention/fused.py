@@ -1,10 +1,13 @@
 """`impl="fused"`: the Triton kernels behind one differentiable operation.
 
-The host's part: say what cannot run (`obstacle`), turn terms into the flat list of tensors the kernels read, bring padded
-batches into a contiguous form, launch, and turn the kernels' row, column and diagonal sums into the gradients of the terms.
+The host's part: say what cannot run (`obstacle`), turn terms into the flat list of tensors the kernels read,
+bring padded
+batches into a contiguous form, launch, and turn the kernels' row,
+column and diagonal sums into the gradients of the terms.
 Autograd carries those on through the plain PyTorch that built the terms.
 
-Padding: the real tokens of every row are moved to its front (a stable sort of the mask; fixed shapes, nothing read on the
+Padding: the real tokens of every row are moved to its front (a stable sort of the mask; fixed shapes,
+nothing read on the
 host) and the output is moved back. Inside the kernels columns then are positions, which keeps by-distance biases exact
 for left padding, right padding and holes alike.
 """
@@ -60,6 +63,11 @@ def obstacle(q: Tensor, k: Tensor, terms: list[Term], layout: Layout, *, rescore
         return f"it computes in float32, float16 or bfloat16, not {q.dtype}"
     if q.shape[-1] > 128:
         return f"its tiles hold heads of at most 128 features, not {q.shape[-1]}"
+    return unsupported(terms, layout, rescores=rescores)
+
+
+def unsupported(terms: list[Term], layout: Layout, *, rescores: bool = False) -> str | None:
+    """Why the kernels cannot run such terms on any machine; None if they can."""
     if rescores:
         return "this encoding rescores whole rows of all heads at once"
     kinds = [type(term) for term in terms]
@@ -76,8 +84,8 @@ def obstacle(q: Tensor, k: Tensor, terms: list[Term], layout: Layout, *, rescore
     return None
 
 
-# Block sizes by kernel, for heads of up to 64 and up to 128 features: BM, BN, warps, stages, registers a thread (0: as the
-# compiler likes). Tuned on an H200 with benchmarks/tune.py. Fewer registers let more programs share a multiprocessor.
+# Block sizes by kernel, for heads of up to 64 and up to 128 features: BM, BN, warps, stages, registers a thread (0: as
+# the compiler likes). Tuned on an H200 with benchmarks/tune.py. Fewer registers let more programs share a processor.
 Blocks = tuple[int, int, int, int, int]
 _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
     "forward": ((64, 64, 4, 3, 128), (128, 64, 8, 3, 0)),
@@ -118,11 +126,12 @@ def _strip_size(reach: int, causal: bool, Tk: int) -> tuple[int, int]:
 
 
 def _strip(values: Tensor, origin: int, causal: bool, Tk: int, dtype: torch.dtype) -> Tensor:
-    """`[H, 2, 16, Y]`: sixteen copies of a by-distance table, each shifted by one, so that a tile's rows are contiguous and
-    aligned. `strip[h, 0, a, y]` is the value at distance `a - (y - zero)`; the second half is for tiles that lie
+    """`[H, 2, 16, Y]`: sixteen copies of a by-distance table, each shifted by one, so that a tile's rows are contiguous
+    and aligned. `strip[h, 0, a, y]` is the value at distance `a - (y - zero)`; the second half is for tiles that lie
     across: `strip[h, 1, a, y]` is the value at distance `(y - (Y - zero)) - a`.
 
-    In float16 where q is bfloat16, which is three bits coarser: half the traffic. What a bias of -b contributes shrinks as
+    In float16 where q is bfloat16,
+    which is three bits coarser: half the traffic. What a bias of -b contributes shrinks as
     e^-b, faster than its rounding grows."""
     last = values.shape[1] - 1
     zero, length = _strip_size(last - origin, causal, Tk)
@@ -136,7 +145,8 @@ def _strip(values: Tensor, origin: int, causal: bool, Tk: int, dtype: torch.dtyp
 class _Call:
     """The arguments the kernels share."""
 
-    def __init__(self, q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin,
+    def __init__(self, q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs,
+    origin,
                  causal, pot, window, q_offset, scale):  # fmt: skip
         self.q, self.k, self.v = q, k, v
         self.B, self.H, self.Tq, self.D = q.shape
@@ -165,7 +175,8 @@ class _Call:
         per_head = 0 if strip is None or strip.shape[0] == 1 else 2 * SKEW * length
         self.strip = (strip, zero, length, per_head)
         self.tensors = (
-            *self.mask, pick(scaled["slopes"]), pick(sq), pick(sk), pick(scaled["gate"]), pick(scaled["rate"]), pick(scaled["rho"]),
+            *self.mask, pick(scaled["slopes"]), pick(sq), pick(sk), pick(scaled["gate"]), pick(scaled["rate"]),
+            pick(scaled["rho"]),
             pick(knots), pick(scaled["pslope"]), pick(scaled["poffset"]), pick(strip), far,
         )  # fmt: skip
         batch = lambda x, heads: 0 if x is None or x.shape[0] == 1 else heads  # noqa: E731
@@ -177,7 +188,8 @@ class _Call:
             PREC="ieee" if q.dtype == torch.float32 else "tf32", D=self.D, DP=max(16, 1 << (self.D - 1).bit_length()),
         )  # fmt: skip
         self.terms = dict(
-            CANCEL=causal and q.dtype != torch.float32, EXACT=q.dtype == torch.float32, SLOPE=slopes is not None, POT=pot,
+            CANCEL=causal and q.dtype != torch.float32, EXACT=q.dtype == torch.float32, SLOPE=slopes is not None,
+            POT=pot,
             GATED=self.gated, PROFILE=rate is not None, KNOTS=self.K, KP=max(2, 1 << max(0, self.K - 1).bit_length()),
             DIST=int(values is not None),
         )  # fmt: skip
@@ -187,9 +199,11 @@ class _Call:
 GRADS = ("slopes", "sq", "sk", "gate", "rate", "rho", "pslope", "poffset", "values")
 
 
-def _forward(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal, pot,
+def _forward(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin,
+causal, pot,
              window, q_offset, scale):  # fmt: skip
-    c = _Call(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal, pot,
+    c = _Call(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin,
+        causal, pot,
               window, q_offset, scale)  # fmt: skip
     out, lse = _like(q), q.new_empty(c.B, c.H, c.Tq, dtype=torch.float32)
     BM, BN, *_ = use = _blocks("forward", q)
@@ -203,7 +217,8 @@ def _forward(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, v
 
 def _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs,
               origin, causal, pot, window, q_offset, scale, wants):  # fmt: skip
-    c = _Call(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal, pot,
+    c = _Call(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin,
+        causal, pot,
               window, q_offset, scale)  # fmt: skip
     wanted = {name for bit, name in enumerate(GRADS) if wants >> bit & 1}
     if do.stride(-1) != 1:
@@ -264,14 +279,13 @@ def _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, psl
         else:
             grads["pslope"] = key.sum((0, 2))[:, None]
             grads["poffset"] = torch.zeros_like(poffset)
-            by_rho = None
         if "rate" in wanted:
             of_rate = key_rate.sum((0, 2))
             of_rate = of_rate if c.K else of_rate * pslope[:, 0] * LOG2E
             of_rate = of_rate.sum(0, keepdim=True) if rate.numel() == 1 else of_rate
             grads["rate"] = of_rate / rate.clamp(min=1e-12)
         if "rho" in wanted:
-            assert by_rho is not None  # see `obstacle`
+            assert c.K  # without knots `unsupported` refuses it
             grads["rho"] = by_rho.sum(0, keepdim=True) if rho.shape[0] == 1 and c.B > 1 else by_rho
     if "values" in wanted:
         grads["values"] = _distance_gradient(c, do, lse, delta, key, values, origin, causal, window, docs)
@@ -296,7 +310,8 @@ def _distance_gradient(c: _Call, do, lse, delta, far, values, origin, causal, wi
     strip, zero, length, per_head = c.strip
     _kernels().backward_distance[(diagonals, c.H * shares)](
         q, k, v, do, lse, delta, out, scratch, *c.mask, strip, *_strides(q, k, v, do),
-        c.B, *c.sizes, reach, zero, length, per_head, -first, BM=n, KM=0 if everything else tile[0], KN=tile[1], **c.flags,
+        c.B, *c.sizes, reach, zero, length, per_head, -first, BM=n, KM=0 if everything else tile[0], KN=tile[1],
+        **c.flags,
         **_resources(use),
     )  # fmt: skip
     halves = out.sum(0)  # entry x of diagonal block m is distance m * n + x - (n - 1)
@@ -318,29 +333,34 @@ def _distance_gradient(c: _Call, do, lse, delta, far, values, origin, causal, wi
 
 
 _T = Tensor
-_O = Optional[Tensor]
+_O = Optional[Tensor]  # noqa: UP045 - the operator's schema is read from it
 
 
 @torch.library.custom_op("relpos::attend", mutates_args=())
 def _attend(q: _T, k: _T, v: _T, slopes: _O, sq: _O, sk: _O, gate: _O, rate: _O, rho: _O, knots: _O, pslope: _O,
-            poffset: _O, values: _O, strip: _O, meta: _O, docs: _O, origin: int, causal: bool, pot: int, window: int, q_offset: int,
+            poffset: _O, values: _O, strip: _O, meta: _O, docs: _O, origin: int, causal: bool, pot: int, window: int,
+            q_offset: int,
             scale: float) -> tuple[_T, _T]:  # fmt: skip
-    return _forward(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal,
+    return _forward(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs,
+    origin, causal,
                     pot, window, q_offset, scale)  # fmt: skip
 
 
 @_attend.register_fake
-def _(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal, pot, window,
+def _(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal,
+pot, window,
       q_offset, scale):  # fmt: skip
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("relpos::attend_backward", mutates_args=())
 def _attend_backward(do: _T, q: _T, k: _T, v: _T, out: _T, lse: _T, slopes: _O, sq: _O, sk: _O, gate: _O,
-                     rate: _O, rho: _O, knots: _O, pslope: _O, poffset: _O, values: _O, strip: _O, meta: _O, docs: _O, origin: int,
+                     rate: _O, rho: _O, knots: _O, pslope: _O, poffset: _O, values: _O, strip: _O, meta: _O,
+                     docs: _O, origin: int,
                      causal: bool, pot: int, window: int, q_offset: int, scale: float, wants: int,
                      ) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
-    return _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta,
+    return _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip,
+    meta,
                      docs, origin, causal, pot, window, q_offset, scale, wants)  # fmt: skip
 
 
@@ -371,14 +391,15 @@ def _gradients(ctx, do, _lse):
 _attend.register_autograd(_gradients, setup_context=_save)
 
 
-def _flat(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.float().contiguous()
+def _flat(x: Tensor) -> Tensor:
+    return x.float().contiguous()
 
 
 def _sorted_by(mask: Tensor) -> tuple[Tensor, Tensor]:
     """The order that brings the True entries of mask [B, T] to the front, and its inverse."""
     order = torch.sort((~mask).to(torch.uint8), dim=-1, stable=True).indices
-    inverse = torch.empty_like(order).scatter_(-1, order, torch.arange(mask.shape[1], device=mask.device).expand_as(order))
+    inverse = torch.empty_like(order).scatter_(-1, order, torch.arange(mask.shape[1],
+        device=mask.device).expand_as(order))
     return order, inverse
 
 
@@ -411,7 +432,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, s
         meta = torch.stack((offset, torch.full_like(offset, layout.Tk)), -1).int()
     if layout.cu_seqlens is not None:
         borders = layout.cu_seqlens.int()
-        number = layout.documents()[0]
+        number = torch.bucketize(torch.arange(layout.Tk, device=q.device), layout.cu_seqlens, right=True)
         docs = torch.stack((borders[number - 1], borders[number])).contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
 
@@ -424,24 +445,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, s
             given["slopes"] = _flat(term.slopes)
         elif isinstance(term, Potential):
             pot = 2 if term.log else 1
-            given["sq"], given["sk"], given["gate"] = _flat(term.query), _flat(term.key), _flat(term.gate)
+            given["sq"], given["sk"] = _flat(term.query), _flat(term.key)
+            given["gate"] = None if term.gate is None else _flat(term.gate)
         elif isinstance(term, Profile):
-            given["rate"] = _flat(term.rate.reshape(-1))
+            rate = given["rate"] = _flat(term.rate.reshape(-1))
             given["rho"], given["knots"] = _flat(term.rho), _flat(term.knots)
             given["pslope"], given["poffset"] = _flat(term.slope), _flat(term.offset)
             d = torch.arange(0 if layout.causal else 1 - layout.Tk, layout.Tk, device=q.device).abs()
-            logs = torch.log1p(given["rate"][:, None] * d) * LOG2E
+            logs = torch.log1p(rate[:, None] * d) * LOG2E
             # A rate that all heads share (knots follow) can afford float32: one strip serves them all.
             dtype = torch.float32 if logs.shape[0] == 1 else q.dtype
             given["strip"] = _strip(logs, 0 if layout.causal else layout.Tk - 1, layout.causal, layout.Tk, dtype)
         elif isinstance(term, Distance):
-            given["values"], origin = _flat(term.values), term.origin
-            given["strip"] = _strip(given["values"] * LOG2E, origin, layout.causal, layout.Tk, q.dtype)
+            values, origin = _flat(term.values), term.origin
+            given["values"] = values
+            given["strip"] = _strip(values * LOG2E, origin, layout.causal, layout.Tk, q.dtype)
     start = 0 if isinstance(offset, Tensor) else int(offset)
     out, _ = _attend(
         q, k, v, *given.values(), meta, docs, origin, layout.causal, pot, layout.window or 0, start, float(scale)
     )
-    if back is not None:
+    if back is not None and real is not None:
         out = _take(out, back).masked_fill(~real[:, None, :, None], 0)
     return out
 

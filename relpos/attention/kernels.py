@@ -1,7 +1,8 @@
 """Triton kernels: softmax attention with positional terms, forward and backward. They know terms, never an encoding.
 
 Three kernels walk the tiles of the score matrix: `forward` and `backward_q` own a block of queries and walk the keys,
-`backward_k` owns a block of keys and walks the queries. A fourth, `backward_distance`, owns a block diagonal and adds up
+`backward_k` owns a block of keys and walks the queries. A fourth, `backward_distance`,
+owns a block diagonal and adds up
 the gradient of a by-distance bias along it, over every batch entry. Nothing is summed with atomics: whoever owns a sum
 writes it, so results repeat bit by bit.
 
@@ -9,7 +10,8 @@ Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential); the host multiplies every bias by log2(e).
 - `ref` is the key column of the tile's first query. Distances and potentials enter relative to it, so that float32
   holds them to the last digit however long the text is.
-- A constant along a row of scores cancels in the softmax. With CANCEL, causal slopes and linear potentials are therefore
+- A constant along a row of scores cancels in the softmax. With CANCEL,
+causal slopes and linear potentials are therefore
   added as one value per key; the row's part, `_row_constant`, is put back into the saved log-sum-exp, which is the true
   one. float32 inputs do without: the detour costs their last digits.
 - Per-query vectors reach `_bias` in the shape of the tile ([BM, 1] or, in `backward_k`, [1, BM]), so that one function
@@ -40,7 +42,7 @@ def _row_constant(fi, si, sref, gi, slope, SLOPE: tl.constexpr, GATED: tl.conste
 
 @triton.jit
 def _log2(x, EXACT: tl.constexpr):
-    """log2 of x >= 1. The library's takes twenty instructions; with 16-bit inputs five terms are enough: off by 2e-6."""
+    """log2 of x >= 1. With 16-bit inputs a polynomial that is off by 2e-6 will do, and is cheaper."""
     if EXACT:
         return tl.log2(x)
     bits = x.to(tl.int32, bitcast=True)
@@ -111,7 +113,8 @@ def _profile_slope(u, Knots, PSlope, p, r0, r1, KNOTS: tl.constexpr):
 @triton.jit
 def _bias(
     s, fi, fj, si, sj, sref, gi, rho, slope, rate, strip, far_value, Knots, PSlope, POffset, p, r0, r1,
-    CAUSAL: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr, GATED: tl.constexpr,
+    CAUSAL: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr,
+    GATED: tl.constexpr,
     PROFILE: tl.constexpr, KNOTS: tl.constexpr, DIST: tl.constexpr,
 ):  # fmt: skip
     """Scores s of a tile plus every term, less what is constant along a row (`_row_constant`)."""
@@ -190,9 +193,11 @@ def _fold(x, M: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def _forward_tiles(
     acc, l, m, q, K, V, k_base, v_base, k_t, v_t, begin, end, mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi,
-    doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p, c2,
+    doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope,
+    POffset, h, p, c2,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, DIST: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr,
+    SLOPE: tl.constexpr, POT: tl.constexpr,
     GATED: tl.constexpr, PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BN)
@@ -219,11 +224,13 @@ def _forward_tiles(
         r0, r1 = _pieces_in(Knots, mcol - (n0 + BN - 1), mcol + BM - 1 - n0, rate, rho_lo, rho_hi, CAUSAL, KNOTS, KP)
         strip = s
         if DIST == 1 or PROFILE:
-            strip = _strip(Strip, h, mcol, n0, tl.arange(0, BM)[:, None], n[None, :], strip_zero, strip_len, per_head, HAS_DOCS or WINDOW > 0)
+            strip = _strip(Strip, h, mcol, n0, tl.arange(0, BM)[:, None], n[None, :], strip_zero, strip_len,
+                per_head, HAS_DOCS or WINDOW > 0)
         s = _bias(s, fi, fj, si, sj, sref, gi, rho, slope, rate, strip, far_value, Knots, PSlope, POffset, p, r0, r1,
                   CAUSAL, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, DIST)  # fmt: skip
         if MASKED:
-            s = tl.where(_visible(i, j[None, :], klen, j[None, :], doc_lo, doc_hi, CAUSAL, HAS_DOCS, WINDOW), s, float("-inf"))
+            s = tl.where(_visible(i, j[None, :], klen, j[None, :], doc_lo, doc_hi, CAUSAL, HAS_DOCS, WINDOW), s,
+                float("-inf"))
         top = tl.maximum(m, tl.max(s, 1))
         base = top
         if MASKED:
@@ -273,7 +280,8 @@ def forward(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, s_b, g_b, rho_b,
     H, GROUP, Tq, Tk, q_off, c2, reach, strip_zero, strip_len, per_head,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_META: tl.constexpr,
-    HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr, GATED: tl.constexpr,
+    HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr,
+    POT: tl.constexpr, GATED: tl.constexpr,
     PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, DIST: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     # Long rows first: the last blocks of a causal matrix have the most to do.
@@ -340,18 +348,26 @@ def forward(
     p = h * (KNOTS + 1)
     if DIST and CAUSAL:
         acc, l, m = _forward_tiles(
-            acc, l, m, q, K, V, k_base, v_base, k_t, v_t, begin, far, mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi,
-            doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p,
-            c2, D, DP, BM, BN, False, 2, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, PREC)  # fmt: skip
+            acc, l, m, q, K, V, k_base, v_base, k_t, v_t, begin, far, mcol, klen, i, fi, si, sref, gi, rho, rho_lo,
+            rho_hi,
+            doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots,
+            PSlope, POffset, h, p,
+            c2, D, DP, BM, BN, False, 2, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS,
+            KP, PREC)  # fmt: skip
     if not (HAS_DOCS or WINDOW > 0):
         acc, l, m = _forward_tiles(
-            acc, l, m, q, K, V, k_base, v_base, k_t, v_t, far, full, mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi,
-            doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p,
-            c2, D, DP, BM, BN, False, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, PREC)  # fmt: skip
+            acc, l, m, q, K, V, k_base, v_base, k_t, v_t, far, full, mcol, klen, i, fi, si, sref, gi, rho, rho_lo,
+            rho_hi,
+            doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots,
+            PSlope, POffset, h, p,
+            c2, D, DP, BM, BN, False, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE,
+            KNOTS, KP, PREC)  # fmt: skip
     acc, l, m = _forward_tiles(
         acc, l, m, q, K, V, k_base, v_base, k_t, v_t, full, end, mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi,
-        doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p,
-        c2, D, DP, BM, BN, True, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, PREC)  # fmt: skip
+        doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero, strip_len, per_head, Knots, PSlope,
+        POffset, h, p,
+        c2, D, DP, BM, BN, True, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS,
+        KP, PREC)  # fmt: skip
 
     l = tl.sum(l, 1)
     empty = l == 0.0
@@ -371,11 +387,13 @@ def _add_to(P, x):
 
 @triton.jit
 def _backward_q_tiles(
-    dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base, v_base, k_t, v_t, begin, end, mcol, klen,
+    dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base, v_base, k_t,
+    v_t, begin, end, mcol, klen,
     i, fi, si, sref, gi, rho, rho_lo, rho_hi, doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip, strip_zero,
     strip_len, per_head, Knots, PSlope, POffset, h, p, c2,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, DIST: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr,
+    SLOPE: tl.constexpr, POT: tl.constexpr,
     GATED: tl.constexpr, PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, GRAD: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
@@ -406,7 +424,8 @@ def _backward_q_tiles(
         r0, r1 = _pieces_in(Knots, mcol - (n0 + BN - 1), mcol + BM - 1 - n0, rate, rho_lo, rho_hi, CAUSAL, KNOTS, KP)
         strip = s
         if DIST == 1 or PROFILE:
-            strip = _strip(Strip, h, mcol, n0, tl.arange(0, BM)[:, None], n[None, :], strip_zero, strip_len, per_head, HAS_DOCS or WINDOW > 0)
+            strip = _strip(Strip, h, mcol, n0, tl.arange(0, BM)[:, None], n[None, :], strip_zero, strip_len,
+                per_head, HAS_DOCS or WINDOW > 0)
         s = _bias(s, fi, fj, si, sj, sref, gi, rho, slope, rate, strip, far_value, Knots, PSlope, POffset, p, r0, r1,
                   CAUSAL, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, DIST)  # fmt: skip
         w = tl.exp2(s - lse[:, None])
@@ -444,17 +463,19 @@ def _backward_q_tiles(
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, ByRho, Meta, Docs, Slopes, SQ, SK, G, Rate, Rho, Knots, PSlope, POffset,
+    Q, K, V, O, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, ByRho, Meta, Docs, Slopes, SQ, SK, G, Rate, Rho, Knots,
+    PSlope, POffset,
     Strip, Far,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, s_b, g_b, rho_b,
     H, GROUP, Tq, Tk, q_off, c2, scale, reach, strip_zero, strip_len, per_head,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, HAS_META: tl.constexpr,
-    HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr, GATED: tl.constexpr,
+    HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr,
+    POT: tl.constexpr, GATED: tl.constexpr,
     PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, DIST: tl.constexpr, GRAD: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """dQ, the delta that the other kernels use, and the gradients of what belongs to a row [B, H, Tq]: potentials at the
-    queries, gates, rho."""
+    """dQ, the delta that the other kernels use, and the gradients of what belongs to a row [B, H, Tq]: potentials at
+    the queries, gates, rho."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
@@ -533,19 +554,27 @@ def backward_q(
     p = h * (KNOTS + 1)
     if DIST and CAUSAL:
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho = _backward_q_tiles(
-            dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base, v_base, k_t, v_t, begin, far,
-            mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi, doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip,
-            strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p, c2, D, DP, BM, BN, False, 2, CAUSAL, HAS_DOCS,
+            dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base,
+            v_base, k_t, v_t, begin, far,
+            mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi, doc_lo, doc_hi, slope, rate, far_value, SK,
+            sk_base, Strip,
+            strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p, c2, D, DP, BM, BN, False, 2, CAUSAL,
+            HAS_DOCS,
             WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, GRAD, PREC)  # fmt: skip
     if not (HAS_DOCS or WINDOW > 0):
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho = _backward_q_tiles(
-            dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base, v_base, k_t, v_t, far, full,
-            mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi, doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip,
-            strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p, c2, D, DP, BM, BN, False, DIST, CAUSAL, HAS_DOCS,
+            dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base,
+            v_base, k_t, v_t, far, full,
+            mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi, doc_lo, doc_hi, slope, rate, far_value, SK,
+            sk_base, Strip,
+            strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p, c2, D, DP, BM, BN, False, DIST, CAUSAL,
+            HAS_DOCS,
             WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, GRAD, PREC)  # fmt: skip
     dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho = _backward_q_tiles(
-        dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base, v_base, k_t, v_t, full, end,
-        mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi, doc_lo, doc_hi, slope, rate, far_value, SK, sk_base, Strip,
+        dq, rowsum, by_query, of_query, by_gate, of_gate, by_rho, of_rho, q, do, delta, lse, K, V, k_base, v_base,
+        k_t, v_t, full, end,
+        mcol, klen, i, fi, si, sref, gi, rho, rho_lo, rho_hi, doc_lo, doc_hi, slope, rate, far_value, SK, sk_base,
+        Strip,
         strip_zero, strip_len, per_head, Knots, PSlope, POffset, h, p, c2, D, DP, BM, BN, True, DIST, CAUSAL, HAS_DOCS,
         WINDOW, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, KP, GRAD, PREC)  # fmt: skip
 
@@ -566,11 +595,15 @@ def backward_q(
 
 @triton.jit
 def _backward_k_tiles(
-    dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, begin, end, n0, q_off, klen, Tq, j, fj, sj, sref,
-    doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero, strip_len, per_head, Knots,
+    dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, begin, end, n0, q_off,
+    klen, Tq, j, fj, sj, sref,
+    doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero, strip_len,
+    per_head, Knots,
     PSlope, POffset, Pieces, h, p, c2,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QM: tl.constexpr, MASKED: tl.constexpr, DIST: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QM: tl.constexpr, MASKED: tl.constexpr,
+    DIST: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr,
+    SLOPE: tl.constexpr, POT: tl.constexpr,
     GATED: tl.constexpr, PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, KEYGRAD: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
@@ -609,7 +642,8 @@ def _backward_k_tiles(
         r0, r1 = _pieces_in(Knots, mcol - (n0 + BN - 1), mcol + BM - 1 - n0, rate, rho_lo, rho_hi, CAUSAL, KNOTS, KP)
         strip = s
         if DIST == 1 or PROFILE:
-            strip = _strip_across(Strip, h, mcol, n0, a[None, :], tl.arange(0, BN)[:, None], strip_zero, strip_len, per_head,
+            strip = _strip_across(Strip, h, mcol, n0, a[None, :], tl.arange(0, BN)[:, None], strip_zero, strip_len,
+                per_head,
                                   HAS_DOCS or WINDOW > 0)  # fmt: skip
         s = _bias(s, fi, fj, si, sj, sref, gi, rho, slope, rate, strip, far_value, Knots, PSlope, POffset, p, r0, r1,
                   CAUSAL, CANCEL, EXACT, SLOPE, POT, GATED, PROFILE, KNOTS, DIST)  # fmt: skip
@@ -673,17 +707,22 @@ def _backward_k_tiles(
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Meta, Docs, Slopes, SQ, SK, G, Rate, Rho, Knots, PSlope, POffset, Strip, Far,
+    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Meta, Docs, Slopes, SQ, SK, G, Rate, Rho, Knots, PSlope,
+    POffset, Strip, Far,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, s_b, g_b, rho_b,
     H, GROUP, Tq, Tk, q_off, c2, scale, reach, strip_zero, strip_len, per_head,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QM: tl.constexpr, CAUSAL: tl.constexpr, HAS_META: tl.constexpr,
-    HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr, POT: tl.constexpr, GATED: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QM: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_META: tl.constexpr,
+    HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, CANCEL: tl.constexpr, EXACT: tl.constexpr, SLOPE: tl.constexpr,
+    POT: tl.constexpr, GATED: tl.constexpr,
     PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, DIST: tl.constexpr, KEYGRAD: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a potential at
-    the keys, or for slopes, a profile without knots or far distances, of which the host takes the sum; `DRate`, the same
-    for a profile's rate; `PieceSums` [B, H, blocks, 2, KNOTS + 1] for a profile's pieces. With CANCEL, `Lse` is relative
+    """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a potential
+    at the keys, or for slopes, a profile without knots or far distances, of which the host takes the sum; `DRate`,
+    the same
+    for a profile's rate; `PieceSums` [B, H, blocks, 2, KNOTS + 1] for a profile's pieces. With CANCEL,
+    `Lse` is relative
     to the blocks of QM queries of backward_q, which wrote it so."""
     n0 = tl.program_id(0) * BN
     HKV = H // GROUP
@@ -766,21 +805,30 @@ def backward_k(
             sref = tl.load(SK + b * s_b * Tk + h * Tk + n0)
         if CAUSAL or HAS_DOCS or WINDOW > 0:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, begin, full, n0, q_off, klen,
-                Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero,
-                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, QM, True, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
+                dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, begin,
+                full, n0, q_off, klen,
+                Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base,
+                Strip, strip_zero,
+                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, QM, True, DIST, CAUSAL,
+                HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
                 POT, GATED, PROFILE, KNOTS, KP, KEYGRAD, PREC)  # fmt: skip
         if not (HAS_DOCS or WINDOW > 0):
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, full, far, n0, q_off, klen,
-                Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero,
-                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, QM, False, DIST, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
+                dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, full, far,
+                n0, q_off, klen,
+                Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base,
+                Strip, strip_zero,
+                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, QM, False, DIST,
+                CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
                 POT, GATED, PROFILE, KNOTS, KP, KEYGRAD, PREC)  # fmt: skip
         if DIST and CAUSAL:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, far, end, n0, q_off, klen,
-                Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base, Strip, strip_zero,
-                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, QM, False, 2, CAUSAL, HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
+                dk, dv, key_sum, rate_sum, k, v, Q, DO, q_base, do_base, q_t, do_t, Lse, Delta, row_base, far, end,
+                n0, q_off, klen,
+                Tq, j, fj, sj, sref, doc_lo, doc_hi, slope, rate, far_value, SQ, G, Rho, sq_base, g_base, rho_base,
+                Strip, strip_zero,
+                strip_len, per_head, Knots, PSlope, POffset, Pieces, h, p, c2, D, DP, BM, BN, QM, False, 2, CAUSAL,
+                HAS_DOCS, WINDOW, CANCEL, EXACT, SLOPE,
                 POT, GATED, PROFILE, KNOTS, KP, KEYGRAD, PREC)  # fmt: skip
         if KEYGRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
@@ -798,11 +846,13 @@ def backward_distance(
     Q, K, V, DO, Lse, Delta, Out, Scratch, Meta, Docs, Strip,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t,
     B, H, GROUP, Tq, Tk, q_off, c2, reach, strip_zero, strip_len, per_head, first,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, KM: tl.constexpr, KN: tl.constexpr, CAUSAL: tl.constexpr, HAS_META: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, KM: tl.constexpr, KN: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_META: tl.constexpr,
     HAS_DOCS: tl.constexpr, WINDOW: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Sums of dS along the diagonals. One program owns a head and the block diagonal of distances around `delta`, walks
-    its tiles over all batch entries (or a share of them) with dS summed in registers, and sums the skew once at the end.
+    its tiles over all batch entries (or a share of them) with dS summed in registers,
+    and sums the skew once at the end.
     `Out` [H, shares, diagonals, 2 BM]: entry x belongs to distance `delta + x - (BM - 1)`."""
     delta = (first + tl.program_id(0)) * BM
     h = (tl.program_id(1) % H).to(tl.int64)
@@ -854,7 +904,7 @@ def backward_distance(
             ok = ok & (r[:, None] < edge[None, :])
         w = tl.where(ok, tl.exp2(s - lse[:, None]), 0.0)
         acc += w * (dp - dlt[:, None])
-    # Through memory: registers cannot be indexed. The barrier makes the program's own writes visible to all its threads.
+    # Through memory: registers cannot be indexed. The barrier makes the program's writes visible to all its threads.
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     Scratch += program.to(tl.int64) * BM * BM
     tl.store(Scratch + a[:, None] * BM + a[None, :], acc)

@@ -38,7 +38,22 @@ $(STAMP): pyproject.toml constraints.txt
 figures: $(STAMP)  ## what every head does with position, into figures/ (no GPU, no download of data or models)
 	@OMP_NUM_THREADS=$(JOBS) $(BIN)/relpos figure --out figures
 
+# The page's tests drive a Chromium that is here; root on Debian gets Debian's. Without one they are skipped.
+define BROWSER
+for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	command -v $$name >/dev/null && exit 0; done; \
+if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	echo "installing chromium for the page's tests"; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	timeout 600 apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 || \
+	{ timeout 120 apt-get update -qq >/dev/null 2>&1; \
+	timeout 600 apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1; } || true; \
+fi; \
+command -v chromium >/dev/null || echo "no Chromium on this machine: the tests of the explorer's page are skipped"
+endef
+
 test: $(STAMP)  ## all tests
+	@$(BROWSER)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q --ignore tests/test_fused.py
 	@OMP_NUM_THREADS=1 $(INTERPRET) $(BIN)/python -m pytest -n $(JOBS) -q tests/test_fused.py
 

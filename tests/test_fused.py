@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import relpos
 from relpos import UserError, encodings
-from relpos.attention import fused, reference, rotary
+from relpos.attention import decode, fused, reference, rotary
 from relpos.encodings import build
 
 GPU = torch.cuda.is_available()
@@ -144,6 +144,25 @@ def test_window(spec):
 def test_twelve_heads_one_token_and_a_block_plus_one(spec):
     compare(spec, HALF, heads=12, key_heads=12, T=33, B=1)
     compare(spec, HALF, T=1)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.distinct and not c.rescores], ids=lambda c: c.spec)
+def test_decoding_a_few_queries(case):
+    """Every additive encoding, those without a training kernel too; splits over the keys, padding, grouped heads."""
+    generator = torch.Generator().manual_seed(3)
+    encoding = build(case.spec, heads=4, head_dim=8).to(DEVICE)
+    T = 600 if GPU else 70
+    q, k, v = (torch.randn(2, h, t, 8, generator=generator).to(DEVICE) for h, t in ((4, 3), (2, T), (2, T)))
+    hidden = torch.randn(2, T, 32, generator=generator).to(DEVICE)
+    mask = torch.ones(2, T, dtype=torch.bool, device=DEVICE)
+    mask[0, :40] = False
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "STRETCH", 64)
+        ours, plain = (
+            relpos.attention(q, k, v, encoding, hidden=hidden, key_padding_mask=mask, impl=impl)
+            for impl in ("fused", "reference")
+        )
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])

@@ -23,6 +23,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from relpos.attention import decode
 from relpos.terms import Bank, Distance, Layout, Potential, Profile, Slope, Term
 
 LOG2E = math.log2(math.e)
@@ -63,6 +64,8 @@ def obstacle(q: Tensor, k: Tensor, terms: list[Term], layout: Layout, *, rescore
         return f"it computes in float32, float16 or bfloat16, not {q.dtype}"
     if q.shape[-1] > 128:
         return f"its tiles hold heads of at most 128 features, not {q.shape[-1]}"
+    if not rescores and decode.serves(q, k, None, terms, layout):
+        return None
     return unsupported(terms, layout, rescores=rescores)
 
 
@@ -414,6 +417,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, s
     if torch.is_autocast_enabled(q.device.type):
         q = q.to(torch.get_autocast_dtype(q.device.type))
     k, v = k.to(q.dtype), v.to(q.dtype)
+    if decode.serves(q, k, v, terms, layout):
+        return decode.attend(q, k, v, terms, layout, scale)
     B = q.shape[0]
     meta = docs = back = real = None
     offset: int | Tensor = layout.Tk - layout.Tq if layout.q_offset is None else layout.q_offset

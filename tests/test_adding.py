@@ -3,6 +3,7 @@ the tests over the case table, the kernel tests and the command line have the ne
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -26,8 +27,8 @@ PAGE = (ROOT / "docs/adding-an-encoding.md").read_text()
 BLOCKS = {m[1]: m[2] for m in re.finditer(r"```python\n# ([\w./]+)\n(.*?)```", PAGE, re.S)}
 
 
-def run(*command: str, cwd: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(cwd), "OMP_NUM_THREADS": "1"}
+def run(*command: str, cwd: Path, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(cwd), "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -58,13 +59,23 @@ def tree(tmp_path_factory):
 
 
 def test_one_file_and_one_case_are_enough(tree):
-    files = ["tests/test_encodings.py", "tests/test_attention.py"]
-    files += [str(p.relative_to(tree)) for p in sorted(tree.glob("tests/test_*kernel*.py"))]
-    files += [str(p.relative_to(tree)) for p in sorted(tree.glob("tests/test_fused*.py"))]
     wanted = "log_linear or test_every_name_has_a_case"
-    out = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", wanted, *files, cwd=tree)
-    passed = re.search(r"(\d+) passed", out)
-    assert passed is not None and int(passed[1]) > 30, out[-2000:]
+    assert passed(tree, wanted, "tests/test_encodings.py", "tests/test_attention.py") > 30
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the kernels need Triton")
+def test_the_kernels_have_it(tree):
+    interpreter = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    assert passed(tree, "log_linear", "tests/test_fused.py", **interpreter) >= 3
+
+
+def passed(tree: Path, wanted: str, *files: str, **variables: str) -> int:
+    """How many of the wanted tests passed; all must."""
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", wanted, *files)
+    out = run(*command, cwd=tree, **variables)
+    found = re.search(r"(\d+) passed", out)
+    assert found is not None, out[-2000:]
+    return int(found[1])
 
 
 def test_the_command_line_has_it(tree):

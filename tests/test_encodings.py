@@ -673,3 +673,6 @@ def test_entry_points(monkeypatch, registry):
     monkeypatch.setattr(encodings, "entry_points", lambda group: [point] if group == "relpos.encodings" else [])
     assert "faraway" in encodings.names()
     assert build("faraway:weight=2", heads=2, head_dim=4).weight == 2
+    point = EntryPoint(name="broken", value="some_package:Nothing", group="relpos.encodings")
+    with pytest.raises(UserError, match="'broken' of an installed package .* 'some_package:Nothing': AttributeError"):
+        build("broken")

@@ -93,7 +93,14 @@ def get(name: str) -> type[Encoding]:
         return register(_in_module(module, f"relpos/encodings/{name}.py"), name)
     point = _entry_point_names().get(name)
     if point is not None:
-        return register(point.load(), name)
+        try:
+            found = point.load()
+        except Exception as error:
+            raise UserError(
+                f"the encoding {name!r} of an installed package could not be imported from {point.value!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return register(found, name)
     raise UserError(f"there is no encoding {name!r}.{nearest(name, names())}")
 
 

@@ -1,4 +1,4 @@
-"""The explorer's server on localhost: its numbers, its manners, and what it refuses; the page is in test_explorer_page."""
+"""The explorer's server on localhost: its numbers, its manners, and what it refuses."""
 
 from __future__ import annotations
 

@@ -118,6 +118,7 @@ async function drawHeads(mine) {
   paint();
   $("heads").classList.remove("loading");
   $("main").setAttribute("aria-busy", "false");
+  requestAnimationFrame(() => performance.mark("relpos-painted")); // benchmarks/explorer.py reads it
   document.documentElement.dataset.painted = `${A.key}/${layer}/${kind}/${state.b}`;
   rest(mine).catch((error) => { if (mine === turn) fail(error); });
 }
@@ -164,11 +165,11 @@ function enlarge() {
   if ($("large").children.length !== figures.length) $("large").replaceChildren(...figures);
   $("large").classList.toggle("two", Boolean(second));
   const pick = { a: full("a") || first, b: second && (full("b") || second), d: change };
-  const names = { a: second ? A.title : "", b: B?.title, d: "second − first" };
+  const names = { a: second ? ` of ${A.title}` : "", b: ` of ${B?.title}`, d: ", second minus first" };
   for (const key of wanted) {
     const map = pick[key], h = map.heads.length === 1 ? 0 : Math.min(state.head, map.heads.length - 1);
     const small = { a: first, b: second, d: change }[key];
-    const caption = `Head ${state.head + 1}${names[key] ? ` of ${names[key]}` : ""}: ${key === "d" ? `difference of ${kind}` : kind} from ${number(small.range[2 * Math.min(state.head, small.heads.length - 1)])} to ${number(small.range[2 * Math.min(state.head, small.heads.length - 1) + 1])}`;
+    const caption = `Head ${state.head + 1}${names[key]}: ${key === "d" ? `difference of ${kind}` : kind} from ${number(small.range[2 * Math.min(state.head, small.heads.length - 1)])} to ${number(small.range[2 * Math.min(state.head, small.heads.length - 1) + 1])}`;
     views[key].cursor = cursor();
     if (views[key].maps === map && views[key].h === h && views[key].painted === `${state.shared}${state.palette}`) {
       Object.assign(views[key], { view, pieces: (key === "b" ? B : A).pieces });
@@ -224,7 +225,7 @@ async function fullCells(mine) {
 
 function chart() {
   if (!shown.profile) return;
-  const svg = profileChart(shown.profile, state.head, shown.profileB);
+  const svg = profileChart(shown.profile, state.head, shown.profileB, $("profile").clientWidth);
   svg.addEventListener("pointermove", (event) => {
     const d = svg.distance(event), i = cursor()?.[0] ?? shown.first.length - 1;
     if (d !== null && i - d >= 0 && i - d < shown.first.length) hover(i, i - d);
@@ -278,7 +279,7 @@ function hover(i, j) {
 function place() {
   const at = cursor();
   grid.cursor(at ? at[0] : null, at ? at[1] : null);
-  for (const view of Object.values(views)) if (view && view.figure.isConnected) { view.cursor = at; view.draw(); }
+  for (const view of Object.values(views)) if (view && view.figure.isConnected) { view.cursor = at; view.cross(); }
   shown.svg?.place(at ? at[0] - at[1] : null);
   readout();
 }
@@ -304,7 +305,7 @@ function readout() {
 
 function shownValue(side, source, kind) {
   const at = side === "a" ? shown.layer : shown.layerB;
-  if (!source.layers[at].includes(kind)) return "not held";
+  if (!source.layers[at].includes(kind)) return kind === "bias" && source.default_kind !== "bias" ? "none" : "not held";
   const [i, j] = cursor();
   if (!shown.values[side][kind]) return "…";
   const found = value(side, kind);

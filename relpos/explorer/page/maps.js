@@ -178,8 +178,9 @@ export class Grid {
       panel.canvas.classList.toggle("few", maps.n < 200);
       const norm = maps.norm(h, shared);
       strip(panel.scale, norm, palette);
-      panel.ends.children[0].textContent = number(norm.low);
-      panel.ends.children[1].textContent = number(norm.high);
+      const flat = maps.range[2 * h] === maps.range[2 * h + 1];
+      panel.ends.children[0].textContent = flat ? `flat: ${number(maps.range[2 * h])}` : number(norm.low);
+      panel.ends.children[1].textContent = flat ? "" : number(norm.high);
       this.label(h, windows);
     });
     this.order(order);
@@ -223,7 +224,12 @@ export class Large {
     this.canvas.tabIndex = 0;
     this.canvas.setAttribute("role", "img");
     this.caption = document.createElement("figcaption");
-    this.figure.append(this.caption, this.canvas);
+    // The crosshair lies over the canvas: moving it draws nothing anew.
+    const over = (name) => Object.assign(document.createElement("span"), { className: name });
+    this.stage = Object.assign(document.createElement("div"), { className: "stage" });
+    this.lines = { column: over("line column"), row: over("line row"), cell: over("line cell") };
+    this.stage.append(this.canvas, ...Object.values(this.lines));
+    this.figure.append(this.caption, this.stage);
     this.image = document.createElement("canvas");
     Object.assign(this, { hover, changed, label, maps: null, cursor: null, pieces: [] });
     const canvas = this.canvas;
@@ -247,8 +253,14 @@ export class Large {
     this.draw();
   }
 
-  get margin() { return this.labelled ? 74 : 40; }
-  get labelled() { return this.pieces.length > 0 && this.view && (this.canvas.clientWidth - 74) / this.view.size >= 11; }
+  get margin() {
+    if (!this.labelled) return 40;
+    const { x, y, size } = this.view;
+    const seen = [x, y].flatMap((from) => this.pieces.slice(Math.floor(from), Math.ceil(from + size)));
+    return 22 + 7 * Math.min(9, Math.max(...seen.map((text) => text.length), 1));
+  }
+
+  get labelled() { return this.pieces.length > 0 && this.view && (this.canvas.clientWidth - 85) / this.view.size >= 11; }
 
   token(event) {
     const margin = this.margin, span = this.canvas.clientWidth - margin;
@@ -292,7 +304,7 @@ export class Large {
     const at = (x) => (x / maps.block);
     context.drawImage(this.image, at(view.x), at(view.y), at(view.size), at(view.size), margin, margin, span, span);
     context.restore();
-    const text = style.color, cross = style.getPropertyValue("--cross"), line = style.getPropertyValue("--line");
+    const text = style.color, line = style.getPropertyValue("--line");
     context.font = `11px ${style.fontFamily}`;
     context.fillStyle = text;
     context.strokeStyle = line;
@@ -307,7 +319,7 @@ export class Large {
         if (across) {
           context.translate(place, margin - 4);
           if (this.labelled) context.rotate(-Math.PI / 2);
-          context.textAlign = this.labelled ? "left" : "center";
+          context.textAlign = this.labelled ? "left" : place + 14 > width ? "right" : "center";
           context.textBaseline = this.labelled ? "middle" : "bottom";
         } else {
           context.translate(margin - 4, place);
@@ -322,17 +334,22 @@ export class Large {
     context.save();
     context.translate(10, margin + 36); context.rotate(-Math.PI / 2); context.fillText("query", 0, 0);
     context.restore();
-    if (this.cursor) {
-      const [i, j] = this.cursor;
-      const x = margin + (j + 0.5 - view.x) * cell, y = margin + (i + 0.5 - view.y) * cell;
-      context.strokeStyle = cross;
-      context.lineWidth = 1;
-      context.beginPath();
-      if (x >= margin && x <= width) { context.moveTo(x, margin); context.lineTo(x, width); }
-      if (y >= margin && y <= width) { context.moveTo(margin, y); context.lineTo(width, y); }
-      context.stroke();
-      if (cell > 4) context.strokeRect(x - cell / 2, y - cell / 2, cell, cell);
-    }
+    this.cross();
+  }
+
+  cross() {
+    const width = this.canvas.clientWidth, { view, margin, lines } = this;
+    if (!this.maps || !width) return;
+    const [i, j] = this.cursor || [-1, -1], cell = (width - margin) / view.size;
+    const x = margin + (j + 0.5 - view.x) * cell, y = margin + (i + 0.5 - view.y) * cell;
+    const seen = (place) => this.cursor && place >= margin && place <= width;
+    const put = (line, on, size, transform) => {
+      line.style.visibility = on ? "visible" : "hidden";
+      if (on) Object.assign(line.style, { ...size, transform });
+    };
+    put(lines.column, seen(x), { height: `${width - margin}px` }, `translate(${x}px, ${margin}px)`);
+    put(lines.row, seen(y), { width: `${width - margin}px` }, `translate(${margin}px, ${y}px)`);
+    put(lines.cell, seen(x) && seen(y) && cell > 4, { width: `${cell}px`, height: `${cell}px` }, `translate(${x - cell / 2}px, ${y - cell / 2}px)`);
   }
 }
 

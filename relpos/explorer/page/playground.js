@@ -203,7 +203,7 @@ export class Playground {
 
   chart() {
     if (!this.maps) return;
-    this.svg = profileChart(this.answer, this.head);
+    this.svg = profileChart(this.answer, this.head, null, $("play-profile").clientWidth);
     $("play-profile").replaceChildren(this.svg);
   }
 

@@ -54,7 +54,7 @@ export function chart({ series, x, y, width = 640, height = 300, label, rules = 
   const X = (v) => margin.left + ((tx(v) - tx(x0)) / (tx(x1) - tx(x0))) * (width - margin.left - margin.right);
   const Y = (v) => height - margin.bottom - ((ty(v) - ty(y0)) / (ty(y1) - ty(y0))) * (height - margin.top - margin.bottom);
   const svg = node("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, "font-family": "system-ui, sans-serif", "font-size": 12, fill: "currentColor" });
-  for (const at of x.log ? doublings(x0, x1) : ticks(x0, x1, 8)) {
+  for (const at of x.log ? doublings(x0, x1) : ticks(x0, x1, Math.min(8, width / 75))) {
     svg.append(node("line", { x1: X(at), x2: X(at), y1: margin.top, y2: height - margin.bottom, stroke: "currentColor", "stroke-opacity": 0.12 }),
       node("text", { x: X(at), y: height - margin.bottom + 15, "text-anchor": "middle" }, short(at)));
   }
@@ -100,7 +100,7 @@ export function chart({ series, x, y, width = 640, height = 300, label, rules = 
 }
 
 /** Profiles of all heads: the chosen one with its spread, the others faint. */
-export function profileChart({ tensors, facts }, head, second) {
+export function profileChart({ tensors, facts }, head, second, room) {
   const of = ({ tensors: t, facts: f }, h, look) => {
     const name = `layer.${f.layer}.profile.${f.kind}`;
     const n = t[`${name}.distances`].data.length;
@@ -115,7 +115,7 @@ export function profileChart({ tensors, facts }, head, second) {
   const log = facts.kind === "weights";
   const floor = log ? Math.max(1e-6, Math.min(...series.flatMap((s) => Array.from(s.y)).filter((v) => v > 0))) : 0;
   return chart({
-    series, x: { label: "distance i − j in tokens" }, y: { label: facts.kind, log, floor },
+    series, width: Math.max(320, Math.min(800, room || 640)), x: { label: "distance i − j in tokens" }, y: { label: facts.kind, log, floor },
     label: `${facts.kind} against distance, head ${head + 1} of ${facts.heads.length} marked`,
   });
 }

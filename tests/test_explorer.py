@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 import urllib.parse
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -20,6 +26,7 @@ from relpos.explorer import Library, playground, wire
 from relpos.explorer.server import MAX_BODY, Running
 from relpos.explorer.sources import MAX_TEXT, MAX_TOKENS
 
+ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.xdist_group("explorer")
 
 
@@ -346,7 +353,46 @@ def test_computations_at_a_time_are_bounded(server):
     assert httpx.get(f"{server}api/index").status_code == 200
 
 
+def test_bound_to_every_address_it_still_refuses_names(library):
+    with Running(library, "0.0.0.0") as url:
+        port = urllib.parse.urlsplit(url).port
+        for host, status in (("192.168.1.7", 200), ("localhost", 200), ("evil.example", 403)):
+            answer = httpx.get(f"http://127.0.0.1:{port}/", headers={"Host": f"{host}:{port}"})
+            assert answer.status_code == status, host
+
+
 # The command, the notebook.
+
+
+def test_a_model_of_another_family_without_a_tokenizer(tmp_path):
+    from transformers import BloomConfig, BloomModel, GPT2Config, GPT2Model
+
+    BloomModel(BloomConfig(vocab_size=50, hidden_size=16, n_layer=2, n_head=4)).save_pretrained(tmp_path / "bloom")
+    source = Library([tmp_path / "bloom"], length=20).sources["0"]
+    facts = source.facts()
+    assert facts["layers"] == {"0": ["bias", "weights"], "1": ["bias", "weights"]} and not facts["reads"]
+    assert_same(*values(wire.maps(source.held(), "bias", 1), "bias", 1, 20), source.held().map("bias", 1))
+    GPT2Model(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match="comes without a tokenizer"):
+        Library([tmp_path / "gpt2"], length=20).sources["0"].facts()
+
+
+def test_the_command_serves_and_ends_quietly():
+    command = [sys.executable, "-m", "relpos_cli", "explore", "kerple", "--no-browser", "--port", "0", "--length", "16"]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        line = run.stdout.readline()
+        url = line.split(" at ")[1].split()[0]
+        for _ in range(100):
+            try:
+                answer = httpx.get(f"{url}api/index")
+                break
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        assert answer.json()["sources"] == [{"key": "0", "name": "kerple"}]
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=20)
+        assert run.returncode == 130 and "Traceback" not in errors
 
 
 def test_a_notebook_shows_the_page(tmp_path):

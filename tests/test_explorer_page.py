@@ -14,6 +14,7 @@ import pytest
 import torch
 from explorer_support import FLAGS, browser_path, model_folder
 
+from relpos import explore
 from relpos.explorer import Library
 from relpos.explorer.export import page as exported_page
 from relpos.explorer.export import write
@@ -339,6 +340,30 @@ def test_the_exported_file_without_network(chromium, library, tmp_path):
     expect(page.locator("#curves svg polyline")).to_have_count(2)
     context.close()
     assert not said and not asked
+
+
+def test_a_notebook_frame(chromium):
+    context = chromium.new_context(offline=True)
+    page = context.new_page()
+    said: list[str] = []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.set_content(explore("kerple", length=24, playground=False)._repr_html_())
+    frame = page.frame_locator("iframe")
+    expect(frame.locator("#heads .panel")).to_have_count(12)
+    frame.locator('#heads [data-head="3"]').click()
+    expect(frame.locator("#large figcaption")).to_contain_text("Head 4: bias from")
+    context.close()
+    assert not said
+
+
+def test_more_tokens_than_pixels(page):
+    """The grid shows block means, the enlarged head every cell."""
+    library = Library(["cable"], length=1100)
+    with Running(library) as url:
+        page.goto(f"{url}#at=1000,577&head=2")
+        ready(page, "0/0/bias/")
+        expect(page.locator("#title")).to_contain_text("1100 tokens, each pixel the mean of 3 × 3")
+        close(read(page, "bias"), library.sources["0"].held().map("bias", heads=[2])[0], 1000, 577)
 
 
 def test_a_storm_of_bad_requests_leaves_the_page_working(page, server):

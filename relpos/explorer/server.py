@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import ipaddress
 import json
 import socket
 import sys
@@ -86,8 +87,18 @@ class Desk:
 class Guard:
     """Refuses requests for other hosts and from other sites' pages; adds the headers every answer has."""
 
-    def __init__(self, app: Any, hosts: set[str] | None, policy: str):
-        self.app, self.hosts, self.policy = app, hosts, policy
+    def __init__(self, app: Any, hosts: set[str], everywhere: bool, policy: str):
+        self.app, self.hosts, self.everywhere, self.policy = app, hosts, everywhere, policy
+
+    def known(self, name: str) -> bool:
+        """Ours, or where the user bound to every address, any address: a rebound name is still a name."""
+        if self.everywhere:
+            try:
+                ipaddress.ip_address(name)
+                return True
+            except ValueError:
+                pass
+        return name in self.hosts
 
     def refusal(self, headers: dict[str, str], path: str) -> str | None:
         host = headers.get("host", "")
@@ -95,7 +106,7 @@ class Guard:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             name = ""
-        if self.hosts is not None and name not in self.hosts:
+        if not self.known(name):
             return f"this server does not answer for the host {host[:80]!r}"
         origin = headers.get("origin")
         if origin is not None and origin != f"http://{host}":
@@ -153,8 +164,8 @@ async def _body(request: Request) -> dict[str, Any]:
     return value
 
 
-def app(library: Library, hosts: set[str] | None = None) -> Any:
-    """The ASGI application. `hosts` are the names it answers to; None for any, where the user bound it to all."""
+def app(library: Library, hosts: set[str], everywhere: bool = False) -> Any:
+    """The ASGI application. `hosts` are the names it answers to; `everywhere` where it is bound to every address."""
     imports = export.import_map(lambda name: f"/page/{name}")
     document = export.document(imports, '<link rel="stylesheet" href="/page/style.css">')
     files = {name: export.asset(name) for name in (*export.MODULES, "style.css")}
@@ -246,7 +257,7 @@ def app(library: Library, hosts: set[str] | None = None) -> Any:
         Route("/api/playground", play, methods=["POST"]),
         Route("/api/text", text, methods=["POST"]),
     ]
-    return Guard(Starlette(routes=routes, exception_handlers=handlers), hosts, policy)
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), hosts, everywhere, policy)
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
@@ -273,9 +284,11 @@ class Running:
         number = self.socket.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{number}/"
         everywhere = host in ("0.0.0.0", "::")
-        hosts = None if everywhere else {host.lower(), "127.0.0.1", "localhost", "::1"}
+        hosts = {host.lower(), "127.0.0.1", "localhost", "::1"}
+        if everywhere:
+            hosts |= {socket.gethostname().lower()}
         config = uvicorn.Config(
-            app(library, hosts),
+            app(library, hosts, everywhere),
             log_level="error",
             access_log=False,
             limit_concurrency=128,

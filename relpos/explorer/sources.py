@@ -64,7 +64,15 @@ class Source:
             words = TEXT.read_text(encoding="utf-8")
             return self._capture(words, self.length or LENGTH, "relpos' stored text")
         assert self._model is not None
-        made = captures.from_model(self._model, length=self.length or LENGTH, layers="all", name=self.name)
+        try:
+            made = captures.from_model(self._model, length=self.length or LENGTH, layers="all", name=self.name)
+        except UserError as error:
+            if "tokens=" not in str(error):
+                raise
+            raise UserError(
+                f"{self.name} comes without a tokenizer, and what its heads do depends on the text: put its "
+                "tokenizer.json into the folder"
+            ) from None
         return self._tell(made, made.provenance.get("text"))
 
     def _read_by_model(self) -> bool:
@@ -74,9 +82,13 @@ class Source:
             self._model = load_model(self.folder).eval()
         if self._tokenizer is None:
             try:
-                self._tokenizer = tokenizers.load(self.folder)
+                found = tokenizers.load(self.folder)
             except UserError:
                 return False
+            # transformers makes up an empty tokenizer for a GPT-2 folder without one.
+            if not len(found.encode_batch(["a text"])[0]):
+                return False
+            self._tokenizer = found
         return True
 
     def _capture(self, words: str, limit: int, told: str) -> Capture:

@@ -289,6 +289,7 @@ export class Large {
       this.canvas.width = this.canvas.height = Math.round(width * ratio);
     }
     this.canvas.style.aspectRatio = "1";
+    this.canvas.style.touchAction = this.view.size < this.maps.length ? "none" : "pan-y"; // a finger scrolls past a whole map
     const context = this.canvas.getContext("2d");
     const style = getComputedStyle(this.canvas);
     const { view, margin, maps } = this;

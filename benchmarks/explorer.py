@@ -62,7 +62,9 @@ HOVER = """async ([selector, steps]) => {
 
 
 def first_picture(page: Page, url: str) -> float:
-    """Milliseconds from the start of the navigation to the painted grid."""
+    """Milliseconds from the start of the navigation to the painted grid, with nothing left from the page before."""
+    if page.url.startswith("http"):
+        ready(page)
     page.goto("about:blank")
     page.goto(url)
     page.wait_for_selector("html[data-painted]", state="attached")

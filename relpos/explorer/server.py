@@ -16,6 +16,7 @@ sources by key; bodies, texts, and the number of computations at a time are boun
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import ipaddress
@@ -62,6 +63,7 @@ class Desk:
         self.limiter = anyio.CapacityLimiter(RUNNING)
         self.waiting = 0
         self.kept: OrderedDict[str, bytes] = OrderedDict()
+        self.coming: dict[str, asyncio.Future[bytes]] = {}
 
     async def run(self, work: Callable[[], Any]) -> Any:
         if self.waiting >= RUNNING + WAITING:
@@ -77,7 +79,10 @@ class Desk:
         if key in self.kept:
             self.kept.move_to_end(key)
             return self.kept[key]
-        made = await self.run(work)
+        if key not in self.coming:  # two pages that ask for the same share one computation
+            self.coming[key] = asyncio.ensure_future(self.run(work))
+            self.coming[key].add_done_callback(lambda _: self.coming.pop(key))
+        made = await asyncio.shield(self.coming[key])
         self.kept[key] = made
         while len(self.kept) > 1 and sum(map(len, self.kept.values())) > KEPT:
             self.kept.popitem(last=False)

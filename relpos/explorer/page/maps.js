@@ -231,7 +231,7 @@ export class Large {
     this.stage.append(this.canvas, ...Object.values(this.lines));
     this.figure.append(this.caption, this.stage);
     this.image = document.createElement("canvas");
-    Object.assign(this, { hover, changed, label, maps: null, cursor: null, pieces: [] });
+    Object.assign(this, { hover, changed, label, width: 0, maps: null, cursor: null, pieces: [] });
     const canvas = this.canvas;
     canvas.addEventListener("pointermove", (event) => this.moved(event));
     canvas.addEventListener("pointerdown", (event) => { canvas.setPointerCapture(event.pointerId); this.drag = { x: event.offsetX, y: event.offsetY, view: { ...this.view } }; });
@@ -260,7 +260,7 @@ export class Large {
     return 22 + 7 * Math.min(9, Math.max(...seen.map((text) => text.length), 1));
   }
 
-  get labelled() { return this.pieces.length > 0 && this.view && (this.canvas.clientWidth - 85) / this.view.size >= 11; }
+  get labelled() { return this.pieces.length > 0 && this.view && (this.width - 85) / this.view.size >= 11; }
 
   token(event) {
     const margin = this.margin, span = this.canvas.clientWidth - margin;
@@ -282,7 +282,7 @@ export class Large {
   }
 
   draw() {
-    const width = this.canvas.clientWidth;
+    const width = this.width = this.canvas.clientWidth;
     if (!this.maps || !width) return;
     const ratio = window.devicePixelRatio || 1;
     if (this.canvas.width !== Math.round(width * ratio)) {
@@ -339,7 +339,7 @@ export class Large {
   }
 
   cross() {
-    const width = this.canvas.clientWidth, { view, margin, lines } = this;
+    const { view, margin, lines, width } = this; // as last drawn: reading it anew would lay the page out in every frame
     if (!this.maps || !width) return;
     const [i, j] = this.cursor || [-1, -1], cell = (width - margin) / view.size;
     const x = margin + (j + 0.5 - view.x) * cell, y = margin + (i + 0.5 - view.y) * cell;

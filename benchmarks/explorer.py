@@ -186,7 +186,8 @@ def main() -> None:
         "machine": {
             "processor": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
-            "load_before": round(os.getloadavg()[0], 1),
+            "load": round(os.getloadavg()[0], 1),
+            "nice": os.nice(0),
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
             "chromium": found.pop("browser"),

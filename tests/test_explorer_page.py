@@ -162,11 +162,11 @@ def test_scale_colours_and_order(page, server, library):
     ends = page.locator("#heads .ends").all_text_contents()
     assert len(set(ends)) == 1
     page.select_option("#palette", "magma")
-    page.wait_for_timeout(100)
+    page.wait_for_timeout(300)
     assert page.evaluate(canvas) != own
     page.select_option("#shared", "")
     page.select_option("#sort", "window")
-    page.wait_for_timeout(100)
+    page.wait_for_timeout(300)
     windows = [int(text.removeprefix("window ")) for text in page.locator("#heads b span").all_text_contents()]
     assert windows == sorted(windows)
     page.locator("#numbers-box summary").click()
@@ -183,18 +183,18 @@ def test_zoom_shows_tokens(page, server):
     for _ in range(8):
         page.mouse.wheel(0, -100)
         page.wait_for_timeout(30)
-    page.wait_for_timeout(250)
+    page.wait_for_timeout(400)
     x, y, size = map(float, re.search(r"zoom=([^&]+)", page.url).group(1).replace("%2C", ",").split(","))
     assert 8 <= size < 25 and 0 <= x <= LENGTH - size and 0 <= y <= LENGTH - size
     assert page.evaluate("document.querySelector('#large canvas').toDataURL()") != whole
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] / 2 + 60, box["y"] + box["height"] / 2 + 60)
     page.mouse.up()
-    page.wait_for_timeout(250)
+    page.wait_for_timeout(400)
     moved = float(re.search(r"zoom=([^&]+)", page.url).group(1).replace("%2C", ",").split(",")[0])
     assert moved < x
     page.locator("#zoom-reset").click()
-    page.wait_for_timeout(250)
+    page.wait_for_timeout(400)
     assert "zoom" not in page.url
 
 
@@ -212,9 +212,9 @@ def test_compare_two_models(page, server, library):
     apart = page.locator("#readout tr[data-side=d] td").first.text_content().replace("−", "-")
     assert float(apart) == pytest.approx(float(second[80, 33] - first[80, 33]), rel=2e-3, abs=2e-3)
     page.select_option("#grid", "d")
-    page.wait_for_timeout(100)
+    page.wait_for_timeout(300)
     cell(page, '#heads [data-head="0"]', 80, 34)
-    page.wait_for_timeout(100)
+    page.wait_for_timeout(300)
     shown = float(page.locator('#heads [data-head="0"] .now').text_content().replace("−", "-"))
     whole = [library.sources[key].held().map("bias", 2)[0, 80, 34] for key in "01"]
     assert shown == pytest.approx(float(whole[1] - whole[0]), rel=5e-3, abs=2e-3)
@@ -267,7 +267,7 @@ def test_a_link_reproduces_the_view(page, server, chromium):
     ready(other, "0/1/scores/")
     expect(other.locator('#heads [data-head="2"]')).to_have_attribute("aria-pressed", "true")
     assert other.locator("#readout").inner_text() == page.locator("#readout").inner_text()
-    other.wait_for_timeout(100)
+    other.wait_for_timeout(300)
     assert other.evaluate("document.querySelector('#large canvas').toDataURL()") == picture
     other.goto(f"{server}#a=77&layer=q&head=-5&kind=%00&zoom=1,x&at=9e9,-1&view=zzz&play=%7B")
     expect(other.locator("#alert")).to_contain_text("no source '77'")

@@ -84,8 +84,8 @@ def inputs(length: int, heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
 
 
 def ours(spec: str, impl: str = "fused"):
-    """From q, k, v to the output, and the gradients of q, k, v and the encoding's parameters. For content-aware encodings
-    the operands are their potentials and gates: the projections that make them are the model's, as those of q, k, v are
+    """From q, k, v to the output, and the gradients of q, k, v and the encoding's parameters. For content-aware
+    encodings the operands are their potentials and gates: the projections that make them are the model's, as those of q, k, v are
     (benchmarks/training_step.py times them all)."""
 
     def make(q, k, v, do, hidden):
@@ -229,7 +229,7 @@ def main() -> None:
         pool.map(compile_one, [(spec, int(d)) for d in options.head_dims.split(",") for spec in OURS], chunksize=1)
     top = ceilings()
     print(
-        f"{torch.cuda.get_device_name()}: bf16 product {top['bf16_tflops']:.0f} TFLOP/s, copy {top['copy_tb_s']:.2f} TB/s"
+        f"{torch.cuda.get_device_name()}: bf16 {top['bf16_tflops']:.0f} TFLOP/s, copy {top['copy_tb_s']:.2f} TB/s"
     )
     rows: list[dict] = []
     result = {

@@ -103,7 +103,7 @@ def main() -> None:
                 Path(options.out).write_text(
                     json.dumps(
                         {
-                            "what": "GPT-2 Small, compiled, bfloat16, 32,768 tokens a step, AdamW and clipping included",
+                            "what": "GPT-2 Small, compiled, bfloat16, 32,768 tokens a step, AdamW and clipping",
                             "machine": torch.cuda.get_device_name(),
                             "versions": {"torch": torch.__version__, "python": platform.python_version()},
                             "rows": sorted(rows, key=lambda r: (r["length"], r["encoding"])),

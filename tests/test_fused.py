@@ -2,8 +2,8 @@
 in the same dtype is off.
 
 On a GPU the kernels run at real sizes, bfloat16 included. Elsewhere Triton's interpreter runs the same kernels on the
-CPU at small ones: `TRITON_INTERPRET=1 pytest tests/test_fused.py`, as `make test` does. Its bfloat16 product is wrong, so
-bfloat16 is left to the GPU.
+CPU at small ones: `TRITON_INTERPRET=1 pytest tests/test_fused.py`, as `make test` does. Its bfloat16 product is wrong,
+so bfloat16 is left to the GPU.
 """
 
 from __future__ import annotations

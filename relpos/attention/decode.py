@@ -1,8 +1,8 @@
 """A few queries against a long cache: split over the keys, so that one text fills a GPU.
 
-Decoding reads every key and value once; that is its floor. Against it the rows of the bias, one float32 per query head and
-key, weigh little (3% for one query of 64 features in 16 bits), so they are computed by the reference and handed over
-with the mask folded in: every additive encoding, every position and every mask works, and the kernels know none of them.
+Decoding reads every key and value once; that is its floor. Against it the rows of the bias, one float32 per query head
+and key, weigh little (3% for one query of 64 features in 16 bits), so they are computed by the reference and handed over
+with the mask folded in: every additive encoding, position and mask works, and the kernels know none of them.
 
 Two kernels: `partial` takes a stretch of keys for all queries of one key head, `combine` joins the stretches.
 """
@@ -113,9 +113,8 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tens
     stretch = -(-Tk // stretches)
     stretch = -(-stretch // 64) * 64
     stretches = -(-Tk // stretch)
-    wide = {"dtype": torch.float32, "device": q.device}
-    part = torch.empty(B * Hkv * stretches, ROWS, DP, **wide)
-    top, total = (torch.empty(B * Hkv * stretches, ROWS, **wide) for _ in range(2))
+    part = q.new_empty(B * Hkv * stretches, ROWS, DP, dtype=torch.float32)
+    top, total = (q.new_empty(B * Hkv * stretches, ROWS, dtype=torch.float32) for _ in range(2))
     out = q.new_empty(B, Tq, H, D).transpose(1, 2)
     partial[(stretches, B * Hkv)](
         q, k, v, bias, part, top, total, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],

@@ -718,8 +718,8 @@ def backward_k(
     PROFILE: tl.constexpr, KNOTS: tl.constexpr, KP: tl.constexpr, DIST: tl.constexpr, KEYGRAD: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a potential
-    at the keys, or for slopes, a profile without knots or far distances, of which the host takes the sum; `DRate`,
+    """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
+    potential at the keys, or for slopes, a profile without knots or far distances, of which the host takes the sum; `DRate`,
     the same
     for a profile's rate; `PieceSums` [B, H, blocks, 2, KNOTS + 1] for a profile's pieces. With CANCEL,
     `Lse` is relative

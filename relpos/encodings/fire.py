@@ -65,7 +65,7 @@ class Fire(Encoding):
         return knots, slope, offset
 
     def terms(self, ctx: Context) -> list[Term]:
-        rate = wide(self.c).abs()[None]
+        rate = wide(self.c).abs()
         limit = (wide(self.multiplier) * self.length).abs()
         positions = ctx.layout.q_positions().to(rate.dtype)
         rho = 1 / (torch.log1p(rate * torch.maximum(limit, positions)) + EPS)

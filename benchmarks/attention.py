@@ -85,8 +85,8 @@ def inputs(length: int, heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
 
 def ours(spec: str, impl: str = "fused"):
     """From q, k, v to the output, and the gradients of q, k, v and the encoding's parameters. For content-aware
-    encodings the operands are their potentials and gates: the projections that make them are the model's, as those of q, k, v are
-    (benchmarks/training_step.py times them all)."""
+    encodings the operands are their potentials and gates: the projections that make them are the model's, as those of
+    q, k and v are (benchmarks/training_step.py times them all)."""
 
     def make(q, k, v, do, hidden):
         encoding = build(spec, heads=q.shape[1], head_dim=q.shape[-1]).cuda()

@@ -1,8 +1,8 @@
 """A few queries against a long cache: split over the keys, so that one text fills a GPU.
 
 Decoding reads every key and value once; that is its floor. Against it the rows of the bias, one float32 per query head
-and key, weigh little (3% for one query of 64 features in 16 bits), so they are computed by the reference and handed over
-with the mask folded in: every additive encoding, position and mask works, and the kernels know none of them.
+and key, weigh little (3% for one query of 64 features in 16 bits), so they are computed by the reference and handed
+over with the mask folded in: every additive encoding, position and mask works, and the kernels know none of them.
 
 Two kernels: `partial` takes a stretch of keys for all queries of one key head, `combine` joins the stretches.
 """

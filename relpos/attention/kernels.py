@@ -720,7 +720,7 @@ def backward_k(
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
     potential at the keys, or for slopes, a profile without knots or far distances, of which the host takes the sum;
-    `DRate`, the same for a profile's rate; `PieceSums` [B, H, blocks, 2, KNOTS + 1] for a profile's pieces. With CANCEL,
+    `DRate`, the same for a profile's rate; `PieceSums` [B, H, blocks, 2, KNOTS + 1] for its pieces. With CANCEL,
     `Lse` is relative to the blocks of QM queries of backward_q, which wrote it so."""
     n0 = tl.program_id(0) * BN
     HKV = H // GROUP

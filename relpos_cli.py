@@ -30,9 +30,9 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from relpos import __version__
-
-        print(f"relpos {__version__}")
+        # Read, not imported: the answer should not wait for torch.
+        source = (Path(__file__).parent / "relpos" / "__init__.py").read_text(encoding="utf-8")
+        print("relpos", source.partition('__version__ = "')[2].partition('"')[0])
         raise typer.Exit()
 
 

@@ -524,3 +524,19 @@ def test_bad_input():
     bad(r"state must be \[B, S, Tk\]", encoding=cable, hidden=x(2, 6, 32), state=x(2, 4, 5))
     bad("fox is defined for causal attention only", encoding=build("fox", heads=4, head_dim=8), causal=False)
     bad("learned has 4 positions and the text needs 6", encoding=build("learned:max_positions=4", heads=4, head_dim=8))
+
+
+def test_a_coarser_hidden_state_and_things_that_are_no_tensors():
+    encoding = build("cable", heads=2, head_dim=8)
+    q = torch.randn(1, 2, 5, 8)
+    hidden = torch.randn(1, 5, 16)
+    half = relpos.attention(q, q, q, encoding, hidden=hidden.bfloat16())
+    torch.testing.assert_close(half, relpos.attention(q, q, q, encoding, hidden=hidden.bfloat16().float()))
+    for match, wrong in (
+        ("state must be", {"hidden": hidden, "state": torch.zeros(1, 2, 3)}),
+        ("key_padding_mask must be a tensor", {"hidden": hidden, "key_padding_mask": [True] * 5}),
+        ("hidden must be a tensor", {"hidden": [1.0]}),
+        ("scale must be a number", {"hidden": hidden, "scale": "x"}),
+    ):
+        with pytest.raises(UserError, match=match):
+            relpos.attention(q, q, q, encoding, **wrong)

@@ -99,6 +99,10 @@ def prepare(
             raise UserError(
                 f"hidden has {hidden.shape[-1]} features; {encoding.name} was built for {encoding.hidden_size}"
             )
+        # The layer's input may be of another dtype than the encoding's projections; autocast would see to that itself.
+        own = next((p.dtype for p in encoding.parameters()), hidden.dtype)
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(own)
         if state is None:
             if encoding.stateful and hidden.shape[1] != layout.Tk:
                 raise UserError(f"hidden has {hidden.shape[1]} tokens but there are {layout.Tk} keys: pass state too")
@@ -199,6 +203,8 @@ def attention(
     for what, given in (("attention sinks", sinks), ("soft-capping", softcap), ("attention dropout", dropout or None)):
         if given is not None:
             raise UserError(f"{what} is not supported: the kernels drop what is constant along a row of scores")
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise UserError(f"scale must be a number, not {scale!r}")
     q, k, terms, layout, rescore = _ready(
         q,
         k,
@@ -253,6 +259,10 @@ def _ready(
             raise UserError(f"{encoding.name} has parameters: build it once with relpos.encodings.build and pass that")
     elif not isinstance(encoding, Encoding):
         raise UserError(f"encoding must be an Encoding or a string such as 'alibi', not {encoding!r}")
+    tensors = {name: where.get(name) for name in ("key_padding_mask", "cu_seqlens")}
+    for what, x in {"hidden": hidden, "state": state, "positions": positions, **tensors}.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise UserError(f"{what} must be a tensor, not {type(x).__name__}")
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
     layout = Layout(Tq=q.shape[2], Tk=k.shape[2], device=q.device, positions=positions, **where)

@@ -230,7 +230,7 @@ function chart() {
     const d = svg.distance(event), i = cursor()?.[0] ?? shown.first.length - 1;
     if (d !== null && i - d >= 0 && i - d < shown.first.length) hover(i, i - d);
   });
-  $("profile").replaceChildren(svg);
+  $("profile").replaceChildren(svg, svg.mark);
   shown.svg = svg;
   const at = shown.windows;
   $("profile-note").textContent = `Mean over the text; the band is one standard deviation over the pairs of tokens at a distance. Head ${state.head + 1} is marked`
@@ -291,16 +291,37 @@ function value(side, kind) {
   return exact ? exact.value(0, ...at) : state.head < all.heads.length ? all.value(state.head, ...at) : null;
 }
 
+const READ = [["bias", "bias"], ["scores", "content score"], ["weights", "attention weight"]];
+let lines = null; // the readout's cells, built once and then only filled: this runs in every frame of a hover
+
 function readout() {
   const box = $("readout"), at = cursor();
-  if (!at) { box.textContent = "Point at a map to read its values."; return; }
-  const [i, j] = at;
-  const token = (source, place) => `${place}${source.pieces.length ? ` <code>${escaped(piece(source.pieces[place]))}</code>` : ""}`;
-  const kinds = [["bias", "bias"], ["scores", "content score"], ["weights", "attention weight"]];
-  const row = (side, source) => `<tr data-side="${side}"><th scope="row">${escaped(source.title)}, head ${state.head + 1}</th>${kinds.map(([kind]) => `<td data-kind="${kind}" data-value="${value(side, kind) ?? ""}">${shownValue(side, source, kind)}</td>`).join("")}</tr>`;
-  const apart = B ? `<tr data-side="d"><th scope="row">difference</th>${kinds.map(([kind]) => { const [x, y] = [value("a", kind), value("b", kind)]; return `<td>${x === null || y === null ? "–" : number(y - x)}</td>`; }).join("")}</tr>` : "";
-  box.innerHTML = `<div>query ${token(A, i)}, key ${token(A, j)}, distance ${i - j}${shown.first.block > 1 && !full("a") ? `, mean of ${shown.first.block} × ${shown.first.block} cells` : ""}</div>`
-    + `<table><tr><th></th>${kinds.map(([, name]) => `<th scope="col">${name}</th>`).join("")}</tr>${row("a", A)}${B ? row("b", B) : ""}${apart}</table>`;
+  if (!at) { box.textContent = "Point at a map to read its values."; lines = null; return; }
+  const rows = [["a", A, `${A.title}, head ${state.head + 1}`], ...(B ? [["b", B, `${B.title}, head ${state.head + 1}`], ["d", null, "difference"]] : [])];
+  const key = JSON.stringify(rows.map(([, , name]) => name));
+  if (lines?.key !== key || !lines.head.isConnected) {
+    box.innerHTML = `<div>query <span></span> <code></code>, key <span></span> <code></code>, distance <span></span></div><table><tr><th></th>${READ.map(([, name]) => `<th scope="col">${name}</th>`).join("")}</tr>`
+      + `${rows.map(([side, , name]) => `<tr data-side="${side}"><th scope="row">${escaped(name)}</th>${READ.map(([kind]) => `<td data-kind="${kind}"></td>`).join("")}</tr>`).join("")}</table>`;
+    lines = { key, head: box.firstElementChild, parts: [...box.firstElementChild.children], cells: [...box.querySelectorAll("td")] };
+  }
+  const [i, j] = at, [query, queryToken, other, otherToken, distance] = lines.parts;
+  query.textContent = i;
+  other.textContent = j;
+  for (const [code, place] of [[queryToken, i], [otherToken, j]]) { code.hidden = !A.pieces.length; code.textContent = piece(A.pieces[place]); }
+  distance.textContent = `${i - j}${shown.first.block > 1 && !full("a") ? `, mean of ${shown.first.block} × ${shown.first.block} cells` : ""}`;
+  let place = 0;
+  for (const [side, source] of rows) {
+    for (const [kind] of READ) {
+      const cell = lines.cells[place++];
+      if (side === "d") {
+        const [x, y] = [value("a", kind), value("b", kind)];
+        cell.textContent = x === null || y === null ? "–" : number(y - x);
+      } else {
+        cell.textContent = shownValue(side, source, kind);
+        cell.dataset.value = value(side, kind) ?? "";
+      }
+    }
+  }
 }
 
 function shownValue(side, source, kind) {

@@ -204,7 +204,7 @@ export class Playground {
   chart() {
     if (!this.maps) return;
     this.svg = profileChart(this.answer, this.head, null, $("play-profile").clientWidth);
-    $("play-profile").replaceChildren(this.svg);
+    $("play-profile").replaceChildren(this.svg, this.svg.mark);
   }
 
   hover(i, j) {

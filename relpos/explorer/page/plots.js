@@ -84,12 +84,15 @@ export function chart({ series, x, y, width = 640, height = 300, label, rules = 
     svg.append(path);
     if (one.dots) points.forEach(([a, b]) => svg.append(node("circle", { cx: a, cy: b, r: 3.2, fill: one.colour })));
   }
-  const mark = node("line", { y1: margin.top, y2: height - margin.bottom, stroke: "#d6336c", visibility: "hidden" });
-  svg.append(mark);
+  // Over the chart, not in it: moving it draws nothing anew. Its own width is the chart's, so per cent will do.
+  const mark = Object.assign(document.createElement("div"), { className: "mark" });
+  mark.style.top = `${(100 * margin.top) / height}%`;
+  mark.style.bottom = `${(100 * margin.bottom) / height}%`;
+  svg.mark = mark;
   svg.place = (value) => {
     const seen = value !== null && value >= x0 && value <= x1;
-    mark.setAttribute("visibility", seen ? "visible" : "hidden");
-    if (seen) { mark.setAttribute("x1", X(value)); mark.setAttribute("x2", X(value)); }
+    mark.style.visibility = seen ? "visible" : "hidden";
+    if (seen) mark.style.transform = `translateX(${(100 * X(value)) / width}%)`;
   };
   svg.distance = (event) => {
     const box = svg.getBoundingClientRect();

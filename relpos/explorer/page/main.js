@@ -330,7 +330,8 @@ function shownValue(side, source, kind) {
   const [i, j] = cursor();
   if (!shown.values[side][kind]) return "…";
   const found = value(side, kind);
-  return found === null ? (j > i ? "not seen" : "–") : number(found);
+  if (found === null) return j > i ? "not seen" : "–";
+  return number(found) + (shown.values[side][kind].alone ? " (bias alone)" : ""); // q and k are not held
 }
 
 const escaped = (text) => text.replace(/[&<>"]/g, (letter) => `&#${letter.charCodeAt(0)};`);

@@ -179,6 +179,8 @@ class Screen(TrainerCallback):
     def _speed(self, done: int, took: float) -> None:
         recent = self.rates[-20:] or [(done, took)]
         self.speed = sum(n for n, _ in recent) * self.tokens_per_step / max(sum(t for _, t in recent), 1e-9)
+        # A CPU's peak is measured at the start, perhaps while it was busy: going faster shows that it was higher.
+        self.peak = max(self.peak, self.speed * self.flops)
 
     @property
     def mean_speed(self) -> float:

@@ -380,7 +380,13 @@ def test_a_model_of_another_family_without_a_tokenizer(tmp_path):
 def test_the_command_serves_and_ends_quietly():
     command = [sys.executable, "-m", "relpos_cli", "explore", "kerple", "--no-browser", "--port", "0", "--length", "16"]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+
+    def interruptible() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background hands down an ignored one
+
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=interruptible
+    ) as run:
         line = run.stdout.readline()
         url = line.split(" at ")[1].split()[0]
         for _ in range(100):

@@ -29,12 +29,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((turned.to(x.dtype), rest), -1) if rest.shape[-1] else turned.to(x.dtype)
 
 
-def apply_rotation(q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+def apply_rotation(
+    q: Tensor, k: Tensor, rotation: Rotation | None, turn: Callable[..., Tensor] = rotate
+) -> tuple[Tensor, Tensor]:
+    """q and k turned, if there is a rotation; `turn` does what `rotate` does."""
     if rotation is None:
         return q, k
     return (
-        rotate(q, rotation.q_cos, rotation.q_sin, rotation.interleaved),
-        rotate(k, rotation.k_cos, rotation.k_sin, rotation.interleaved),
+        turn(q, rotation.q_cos, rotation.q_sin, rotation.interleaved),
+        turn(k, rotation.k_cos, rotation.k_sin, rotation.interleaved),
     )
 
 

@@ -96,9 +96,4 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 def apply_rotation(q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
     """q and k turned, if there is a rotation."""
-    if rotation is None:
-        return q, k
-    return (
-        turn(q, rotation.q_cos, rotation.q_sin, rotation.interleaved),
-        turn(k, rotation.k_cos, rotation.k_sin, rotation.interleaved),
-    )
+    return reference.apply_rotation(q, k, rotation, turn)

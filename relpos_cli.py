@@ -393,10 +393,10 @@ def compare(
 @app.command()
 def passkey(
     runs: _Runs,
-    lengths: _Lengths = "512,1024,2048,4096,8192,16384",
+    lengths: _Lengths = "512,1024,2048,4096",
     depths: Annotated[
         str, typer.Option(help="Where the key stands, 0 (beginning) to 1 (end), by commas.")
-    ] = "0,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1",
+    ] = "0,0.25,0.5,0.75,1",
     keys: Annotated[int, typer.Option(help="Prompts per cell.")] = 3,
     seed: Annotated[int, typer.Option(help="Draws the keys.")] = 0,
     filler: Annotated[
@@ -544,6 +544,91 @@ def capture(
 
 
 # Study and explorer ---------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def study(
+    data: Annotated[Path, typer.Option(help="Folder of `relpos data prepare` to train on.")],
+    eval_data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR|FILE",
+            help="Text to test on, a prepared folder or a token stream; may be given again. The validation split of "
+            "--data unless given.",
+        ),
+    ] = None,
+    size: Annotated[str, typer.Option(help="nano, tiny, small or medium.")] = "small",
+    length: Annotated[int, typer.Option(help="Tokens in a training window.")] = 512,
+    tokens: Annotated[str, typer.Option(help="Tokens that each model reads: 96M, 1.5B.")] = "96M",
+    dense_tokens: Annotated[
+        str | None,
+        typer.Option(help="The same for encodings that cannot be fused and those they build on; an eighth."),
+    ] = None,
+    encodings: Annotated[
+        str | None, typer.Option(help="Encodings with commas between them; the fourteen of docs/study.md unless given.")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Whole numbers with commas between them: a model for each.")] = "0",
+    out: Annotated[Path, typer.Option(help="Folder for one JSON and one capture per model.")] = Path("results/study"),
+    lengths: _Lengths = "512,1024,2048,4096,8192,16384",
+    tokens_per_step: Annotated[int, typer.Option(help="Tokens in an optimizer step.")] = 65_536,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate; the size's.")] = None,
+    eval_tokens: Annotated[int, typer.Option(help="Use so many tokens of each test text.")] = 262_145,
+    rows: Annotated[int | None, typer.Option(help="Windows per pass; as many as a large GPU holds.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile; on a GPU unless told otherwise.")
+    ] = None,
+    keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the models in OUT/weights.")] = False,
+    time_limit: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Start nothing that would likely end later than this.")
+    ] = None,
+    ahead: Annotated[
+        int | None, typer.Option(help="Models that get ready (compile) while one trains: 1, and 0 without a GPU.")
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A field of the models' config; may be given again."),
+    ] = None,
+) -> None:
+    """Train, test and capture one model with each of many encodings. Run again, it goes on with what is missing."""
+    from relpos import study as whole
+    from relpos.encodings import split_list
+    from relpos.errors import UserError
+    from relpos.training.presets import parse_config
+
+    _quiet_transformers()
+    numbers = [part.strip() for part in seeds.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in numbers):
+        raise UserError(f"--seeds: {seeds!r} is not a list of whole numbers; write --seeds 0,1,2")
+    outcomes = whole.run(
+        whole.Study(
+            data=str(data),
+            eval_data=tuple(map(str, eval_data or ())),
+            out=str(out),
+            size=size,
+            length=length,
+            tokens=whole.parse_count(tokens, "--tokens"),
+            dense_tokens=whole.parse_count(dense_tokens, "--dense-tokens") if dense_tokens else None,
+            encodings=tuple(split_list(encodings)) if encodings else whole.ENCODINGS,
+            seeds=tuple(map(int, numbers)),
+            tokens_per_step=tokens_per_step,
+            learning_rate=learning_rate,
+            lengths=_whole_numbers(lengths, "--lengths"),
+            eval_tokens=eval_tokens,
+            rows=rows,
+            compile=compile,
+            keep_weights=keep_weights,
+            time_limit=time_limit,
+            ahead=ahead,
+            config=parse_config(config or []),
+        )
+    )
+    for outcome in outcomes:
+        note = f": {outcome.error}" if outcome.error else ""
+        print(f"{outcome.status:6}  {outcome.job}{note}")
+    if any(outcome.status == "left" for outcome in outcomes):
+        print("relpos: there was no time for all; the same command goes on with what is missing", file=sys.stderr)
+    if any(outcome.status == "failed" for outcome in outcomes):
+        raise typer.Exit(2)
 
 
 @app.command()

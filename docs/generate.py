@@ -1,9 +1,10 @@
-"""Renew the generated parts of the docs: the README's table of encodings, and the gallery of docs/figures.md.
+"""Renew the generated parts of the docs: the README's table of encodings, the gallery of docs/figures.md, the study.
 
 python docs/generate.py             text and pictures (`make docs`)
 python docs/generate.py --check     says whether the text is current
-python docs/generate.py --captures RUNS     first make the captures that ship from the runs in RUNS, one folder per
-                                            encoding as `relpos train --encoding A,B,...` leaves them
+python docs/generate.py --captures RUNS     first make the captures that ship: from the runs in RUNS, one folder per
+                                            encoding as `relpos train --encoding A,B,...` leaves them, or from
+                                            what `relpos study --out RUNS` left
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # works from the source tree too
+
+import study_page  # noqa: E402  beside this file
 
 from relpos import capture, encodings, figures  # noqa: E402
 from relpos.capture.model import capture_run  # noqa: E402
@@ -73,6 +76,7 @@ def gallery() -> str:
 PARTS = {
     "README.md": {"encodings": markdown_table},
     "docs/figures.md": {"ranges": ranges, "gallery": gallery},
+    "docs/study.md": {"study": study_page.page},
 }
 
 
@@ -90,9 +94,13 @@ def pictures() -> None:
     for file in shipped():
         figures.figure(file).savefig(IMAGES / f"{file.stem}.png", dpi=64)
     figures.figure().savefig(IMAGES / "encodings.png", dpi=75)
+    study_page.pictures()
 
 
 def captures(runs: Path, step: int | None) -> None:
+    if any(runs.glob("*.safetensors")):  # a study
+        study_page.ship(runs, SHIPPED, PAPER)
+        return
     for spec in PAPER:
         name = encodings.slug(spec)
         folder = runs / name if step is None else runs / name / f"checkpoint-{step}"

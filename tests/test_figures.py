@@ -213,7 +213,8 @@ def test_a_model_in_memory_and_a_capture_file(run, tmp_path):
 
 def test_what_ships(tmp_path):
     files = sources.shipped()
-    assert len(files) == 8 and sum(file.stat().st_size for file in files) < 3 << 20
+    # q and k of one layer of GPT-2 Small are 1.5 MB, and three of the eight hold them.
+    assert len(files) == 8 and sum(file.stat().st_size for file in files) < 7 << 20
     for file, spec in zip(files, sources.PAPER, strict=True):
         held = capture.load(file)
         assert held.length == 512 and held.heads == 12 and held.specs[0] == spec

@@ -28,7 +28,7 @@ import numpy as np
 from relpos.errors import UserError
 from relpos.evaluation import result
 from relpos.evaluation.folders import Outcome, each_folder
-from relpos.evaluation.perplexity import Failure, Partial, about_model, explain
+from relpos.evaluation.perplexity import Failure, Partial, about_model, cost_per_token, explain
 from relpos.evaluation.scoring import Scorer, release
 from relpos.evaluation.sharing import World, progress
 
@@ -40,6 +40,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 BEFORE, BETWEEN, AFTER = "\nThe pass key is", ". Remember it.", " is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 DIGITS = 5
+BATCH_TOKENS = 16384  # prompts read together
 MEASURES = ("log_likelihood", "digits_first_of_ten", "greedy_digits", "greedy_key")
 CHANCE = -DIGITS * math.log(10)  # of the log likelihood: every number equally likely
 STATEMENT = (
@@ -54,8 +55,11 @@ STATEMENT = (
 
 @dataclass(frozen=True)
 class Grid:
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
-    depths: tuple[float, ...] = tuple(round(0.1 * i, 1) for i in range(11))
+    """The defaults take a minute or two for a nano model on two cores. The cost of a prompt grows with the square of its
+    length: one of 16,384 tokens costs as much as sixteen of 4,096."""
+
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     keys: int = 3  # prompts per cell
     seed: int = 0
 
@@ -134,9 +138,11 @@ def prompts_of_cell(prompts: Prompts, grid: Grid, length: int, depth: float) -> 
 def score(scorer: Scorer, prompts: Prompts, ids: np.ndarray, keys: list[str]) -> np.ndarray:
     """Per prompt, [4, prompts] in the order of MEASURES: log likelihood of the key among all numbers, share of digits
     most likely of ten, digits and key by greedy choice."""
-    n = prompts.answer_length
+    n, T = prompts.answer_length, ids.shape[1]
+    together = max(1, BATCH_TOKENS // T)  # prompts of a cell share the work of building their biases
     # Row t of the logits predicts the token behind it: the last row of the prompt and all but the last of the answer.
-    logits = np.concatenate([scorer.logits(row[None, :-1], len(row) - 1 - n) for row in ids]).astype(np.float64)
+    parts = [scorer.logits(ids[i : i + together, :-1], T - 1 - n) for i in range(0, len(ids), together)]
+    logits = np.concatenate(parts).astype(np.float64)
     answer = ids[:, -n:]  # [prompts, n]
     greedy = logits.argmax(-1) == answer
     per_digit = len(prompts.digits[0])
@@ -163,6 +169,7 @@ def passkey(
     overwrite: bool = False,
     world: World | None = None,
     shown: bool = False,
+    fingerprint: str | None = None,
 ) -> dict[str, Any]:
     """Run the grid. With `out`, a file name, the result is written there."""
     world = world or World()
@@ -179,7 +186,7 @@ def passkey(
             f"the tokenizer gives id {largest} and the model's vocabulary ends at {scorer.vocabulary - 1}: "
             "they do not match"
         )
-    about = about_model(model, name, path) | {"position_limit": scorer.limit}
+    about = about_model(model, name, path, fingerprint) | {"position_limit": scorer.limit}
     settings = asdict(grid) | {
         "filler": result.digest(filler) if filler != FILLER else "default",
         "spelling": prompts.spelling,
@@ -201,21 +208,26 @@ def passkey(
     cells = [(T, d) for T in grid.lengths for d in grid.depths]
     mine: dict[tuple[int, float], np.ndarray] = {}
     failures: dict[int, Failure] = {}
-    with progress(sum(T for T, _ in cells[world.rank :: world.size]), f"{name} passkey", shown and world.first) as bar:
+    cost = {T: T * cost_per_token(model, T) for T in grid.lengths}
+    share = sum(cost[T] for T, _ in cells[world.rank :: world.size])
+    with progress(share, f"{name} passkey", shown and world.first) as bar:
         for T, depth in cells[world.rank :: world.size]:
+            if T in failures:
+                bar.step(cost[T], found=True)
+                continue
             place = ("passkey", T, grid.depths.index(depth))
             held = partial.get(*place, (len(MEASURES), grid.keys))
-            bar.step(T, f"{T} at {depth:g}", held is not None)
-            if T in failures:
-                continue
+            found = held is not None
             try:
                 if held is None:
                     scorer.check(T - 1)
                     held = score(scorer, prompts, *prompts_of_cell(prompts, grid, T, depth))
                     partial.put(*place, held)
                 mine[T, depth] = held
+                bar.step(cost[T], f"{T} at {depth:g}", found)
             except (UserError, ValueError, IndexError, RuntimeError, MemoryError) as error:
                 failures[T] = explain(error, T)
+                bar.step(cost[T], found=True)
                 bar.say(f"{bar.label}: {T}: {failures[T].reason}")
                 release()
     everyone = world.gather((mine, failures))

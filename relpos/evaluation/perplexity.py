@@ -242,15 +242,16 @@ def _row(
     return row
 
 
-def _cost(model: Any, T: int) -> float:
+def cost_per_token(model: Any, T: int) -> float:
     """Work per token at length T, in arbitrary units: the matrices, and the attention that grows with T."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     layers, width = getattr(config, "num_hidden_layers", 1) or 1, getattr(config, "hidden_size", 1) or 1
     return float(parameter_count(model) + layers * width * T)
 
 
-def about_model(model: Any, name: str, path: str = "") -> dict[str, Any]:
-    """What the result file says about the model. Ours state their encoding and training length."""
+def about_model(model: Any, name: str, path: str = "", fingerprint: str | None = None) -> dict[str, Any]:
+    """What the result file says about the model. Ours state their encoding and training length. The fingerprint reads
+    every weight: a caller who measures one model several times may take it once."""
     config = model.config
     encoding = getattr(config, "encoding", None)
     return {
@@ -263,7 +264,7 @@ def about_model(model: Any, name: str, path: str = "") -> dict[str, Any]:
         "vocabulary": int(model.get_input_embeddings().num_embeddings),
         "dtype": str(model.dtype).removeprefix("torch."),
         "impl": getattr(config, "impl", None),
-        "fingerprint": weights_fingerprint(model),
+        "fingerprint": weights_fingerprint(model) if fingerprint is None else fingerprint,
     }
 
 
@@ -310,6 +311,7 @@ def evaluate(
     overwrite: bool = False,
     world: World | None = None,
     shown: bool = False,
+    fingerprint: str | None = None,
 ) -> dict[str, Any]:
     """Score a model on a text. With `out`, a file name, the result is written there and a killed run resumes.
 
@@ -325,7 +327,7 @@ def evaluate(
     fit, too_short = protocols.fitting(text, settings)
     if not fit:
         raise UserError(f"no length fits: {too_short[min(too_short)]}")
-    about = about_model(model, name, path)
+    about = about_model(model, name, path, fingerprint)
     about |= {"position_limit": scorer.limit, "logits": scorer.how}
     identity = {
         "format_version": result.FORMAT_VERSION,
@@ -342,7 +344,7 @@ def evaluate(
     partial = Partial(None if out is None else out.with_name(out.name + ".partial"), identity, world)
 
     plan = {(p, T): protocols.windows(p, T, text, settings) for p in settings.protocols for T in fit}
-    share = sum(float(w.size.sum()) * _cost(model, T) for (_, T), w in plan.items()) / world.size
+    share = sum(float(w.size.sum()) * cost_per_token(model, T) for (_, T), w in plan.items()) / world.size
     found: dict[str, Any] = {}
     with progress(share, name, shown and world.first) as bar:
         if partial.note:
@@ -405,7 +407,7 @@ def _protocol(job: _Job, protocol: str) -> dict[str, Any]:
             bar.say(f"{bar.label}: {protocol} {T}: {job.too_short[T]}")
             continue
         windows = plan[protocol, T]
-        losses, failure, seconds = _score(job, protocol, T, _cost(job.scorer.model, T))
+        losses, failure, seconds = _score(job, protocol, T, cost_per_token(job.scorer.model, T))
         if failure is not None:
             bar.step(0.0)
             row: dict[str, Any] = {"length": T, "status": failure.status, "reason": failure.reason}

@@ -1,4 +1,4 @@
-"""Curves and heat maps of evaluation results: perplexity by length, loss by position, passkey retrieval.
+"""Curves and heat maps of results: perplexity by length, loss by position, passkey retrieval, loss in training.
 
 Each function takes (label, result) pairs as `relpos.evaluation.compare` loads them and returns a Figure.
 """
@@ -142,7 +142,8 @@ def _merged(bins: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 def loss_by_position(results: Results) -> Figure:
     """Mean loss against the number of tokens before, in the longest windows each model was measured with: the line is
-    the mean over bins (four per doubling, wider at the start), the faint dots the mean over 1/64 of the window."""
+    the mean over bins (four per doubling, wider at the start), the faint dots the mean over 1/64 of the window, where
+    the result holds every position."""
     chosen = []
     for label, v in results:
         rows = [r for r in _measured(v, "blocks") if "positions" in r]
@@ -158,13 +159,8 @@ def loss_by_position(results: Results) -> Figure:
         for number, (label, row) in enumerate(chosen):
             x, y = _merged(row["positions"]["bins"])
             ax.plot(x, y, label=label if row["length"] == longest else f"{label} (to {row['length']})", **_look(number))
-            full = result.unpack(row["positions"]["loss_f32_base64"])
-            size = max(1, len(full) // 64)
-            pieces = full[: len(full) // size * size].reshape(-1, size)
-            seen = np.isfinite(pieces)
-            means = np.where(seen, pieces, 0).sum(1) / np.where(seen.any(1), seen.sum(1), np.nan)
-            centres = np.arange(len(means)) * size + (size + 1) / 2
-            ax.plot(centres, means, ".", color=_look(number)["color"], markersize=2.5, alpha=0.35)
+            if "loss_f32_base64" in row["positions"]:
+                _dots(ax, result.unpack(row["positions"]["loss_f32_base64"]), _look(number)["color"])
             late = y[x >= min(8, longest / 4)]
             lows.append(np.nanmin(y))
             highs.append(np.nanmax(late))
@@ -178,6 +174,50 @@ def loss_by_position(results: Results) -> Figure:
         ax.set_title("Loss by position, protocol blocks")
         ax.grid(True, color="0.9", linewidth=0.6)
         _legend(fig, ax, len(chosen))
+    return fig
+
+
+def _dots(ax: Axes, full: np.ndarray, colour: str) -> None:
+    size = max(1, len(full) // 64)
+    pieces = full[: len(full) // size * size].reshape(-1, size)
+    seen = np.isfinite(pieces)
+    means = np.where(seen, pieces, 0).sum(1) / np.where(seen.any(1), seen.sum(1), np.nan)
+    centres = np.arange(len(means)) * size + (size + 1) / 2
+    ax.plot(centres, means, ".", color=colour, markersize=2.5, alpha=0.35)
+
+
+def training_loss(runs: list[tuple[str, list[float], int]], entropy: float | None = None) -> Figure:
+    """Loss of every step against the tokens read, from (label, losses, tokens per step): on the left the whole run, on
+    the right its second half from close by, where encodings part. Thick: the mean over a fiftieth of the run."""
+    with style():
+        fig = Figure(figsize=(10.2, 3.8), layout="constrained")
+        panels = fig.subplots(1, 2)
+        late: list[float] = []
+        for number, (label, losses, per_step) in enumerate(runs):
+            tokens = np.arange(1, len(losses) + 1) * per_step / 1e6
+            reach = max(1, len(losses) // 100)
+            even = np.array([np.mean(losses[max(0, i - reach) : i + reach + 1]) for i in range(len(losses))])
+            look = _look(number)
+            for ax in panels:
+                ax.plot(tokens, losses, color=look["color"], linewidth=0.5, alpha=0.15)
+                ax.plot(tokens, even, label=label, **{**look, "linewidth": 1.2})
+            late += list(even[len(even) // 2 :])
+        if entropy is not None:
+            panels[0].axhline(entropy, color="0.4", linestyle=(0, (4, 3)), linewidth=0.9)
+            panels[0].annotate(
+                "unigram entropy", (1, entropy), xycoords=("axes fraction", "data"), xytext=(-3, 3),
+                textcoords="offset points", fontsize=8, color="0.35", ha="right",
+            )  # fmt: skip
+        end = max(len(losses) * per_step for _, losses, per_step in runs) / 1e6
+        room = 0.05 * (max(late) - min(late)) + 0.005
+        panels[1].set_xlim(end / 2, end)
+        panels[1].set_ylim(min(late) - room, max(late) + room)
+        for ax, title in zip(panels, ("Training loss", "The second half"), strict=True):
+            ax.set_title(title)
+            ax.set_xlabel("tokens read, millions")
+            ax.grid(True, color="0.9", linewidth=0.6)
+        panels[0].set_ylabel("loss (nats per token)")
+        _legend(fig, panels[0], len(runs))
     return fig
 
 

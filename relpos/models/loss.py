@@ -19,6 +19,12 @@ IGNORE = -100  # the label of a token that does not count
 CELLS = 1 << 26  # logits held at once: 256 MiB in float32, and a few temporaries of that size
 
 
+def cells_for(memory: int) -> int:
+    """CELLS for a GPU with so many bytes: 1/128 of them, a power of two. A compiled step unrolls the chunks, so fewer
+    of them compile faster, and each passes once over the gradient of the output matrix."""
+    return max(1 << 26, 1 << (memory // 512).bit_length() - 1)
+
+
 def shifted(labels: Tensor, documents: Tensor | None = None) -> Tensor:
     """The target of each token [B, T]: the label of the next one. The last token has none, and with `documents`
     [1, T] neither has the last of each document."""

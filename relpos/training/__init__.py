@@ -1,7 +1,17 @@
 """Training any encoding: presets and the run, on the Hugging Face Trainer."""
 
 from relpos.training.presets import PRESETS, Preset
-from relpos.training.run import Settings, compare, train
+from relpos.training.run import Settings, Trained, compare, train, train_in_memory
 from relpos.training.trainer import RelPosTrainer, decayed
 
-__all__ = ["PRESETS", "Preset", "RelPosTrainer", "Settings", "compare", "decayed", "train"]
+__all__ = [
+    "PRESETS",
+    "Preset",
+    "RelPosTrainer",
+    "Settings",
+    "Trained",
+    "compare",
+    "decayed",
+    "train",
+    "train_in_memory",
+]

@@ -97,7 +97,11 @@ def versions() -> dict[str, str | None]:
 
 
 def git_commit() -> dict[str, Any] | None:
-    """The commit of the relpos source, and whether it was changed since; None for an installed package."""
+    """The commit of the relpos source, and whether it was changed since; None for an installed package. A copy of the
+    tree without its history may be told: RELPOS_COMMIT."""
+    told = os.environ.get("RELPOS_COMMIT")
+    if told:
+        return {"commit": told, "changed": False}
     here = Path(__file__).resolve().parents[1]  # the package
     try:
         run = {"cwd": here, "capture_output": True, "text": True, "timeout": 10, "check": True}
@@ -132,8 +136,10 @@ class Screen(TrainerCallback):
     """A live bar on a terminal, plain lines elsewhere; writes the metrics as steps are flushed."""
 
     def __init__(
-        self, folder: Path, *, steps: int, tokens_per_step: int, flops: float, peak: float, main: bool, first: int
-    ):
+        self, folder: Path, *, steps: int, tokens_per_step: int, flops: float, peak: float, main: bool, first: int,
+        events: bool = True,
+    ):  # fmt: skip
+        self.events = events  # for TensorBoard
         self.folder, self.steps, self.tokens_per_step, self.main = folder, steps, tokens_per_step, main
         self.flops, self.peak = flops, peak
         self.began = self.mark = time.perf_counter()
@@ -226,6 +232,8 @@ class Screen(TrainerCallback):
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.start()
             self._task = self._bar.add_task("", total=self.steps, completed=self.step, detail="")
+        if not self.events:
+            return
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:

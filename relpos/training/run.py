@@ -33,7 +33,7 @@ from relpos.data import TokenData, Windows, collate, prepare
 from relpos.data.loader import MaskedRows
 from relpos.data.tokenizer import MASK
 from relpos.errors import UserError
-from relpos.models import RelPosConfig, RelPosEncoderConfig, RelPosForCausalLM, RelPosForMaskedLM
+from relpos.models import RelPosConfig, RelPosEncoderConfig, RelPosForCausalLM, RelPosForMaskedLM, loss
 from relpos.training import presets, record
 from relpos.training.trainer import RelPosTrainer, could_not_write, decayed, is_full, last_checkpoint, sync_folder
 
@@ -71,6 +71,24 @@ class Settings:
 _FREE = {"out", "impl", "compile", "fsdp", "rows", "overrides"}
 
 
+@dataclass
+class Trained:
+    """A finished run, its model still in memory."""
+
+    folder: Path
+    model: Any = None
+    tokenizer: Any = None
+    rates: list[tuple[int, float]] = field(default_factory=list)  # (steps, seconds) between flushes, without the first
+
+
+def train_in_memory(settings: Settings, *, callbacks: list[TrainerCallback] | None = None) -> Trained:
+    """One run for a caller who wants the model itself: `out` gets run.json and metrics.jsonl, and nothing else is
+    written, drawn, sampled or evaluated. It cannot be resumed; a run in `out` is replaced."""
+    encodings.build(settings.encoding)
+    overrides = {"save_strategy": "no", "eval_strategy": "no", **settings.overrides}
+    return _train_one(dataclasses.replace(settings, overrides=overrides), False, True, None, callbacks, bare=True)
+
+
 def train(
     settings: Settings,
     *,
@@ -96,13 +114,13 @@ def train(
         raise UserError("--resume needs --out RUN: the run to go on with")
     out = Path(settings.out) if settings.out else _free_name("-".join(names[:3]) + f"-{settings.size}")
     if single:
-        return [_train_one(dataclasses.replace(settings, out=str(out)), resume, overwrite, given, callbacks)]
+        return [_train_one(dataclasses.replace(settings, out=str(out)), resume, overwrite, given, callbacks).folder]
     folders = {}
     for spec, name in zip(specs, names, strict=True):
         one = dataclasses.replace(settings, encoding=spec, out=str(out / name))
         again = resume and (out / name / record.RUN).is_file()  # the kill may have come before this one began
         _say(f"== {spec}", main)
-        folders[spec] = _train_one(one, again, overwrite, given, callbacks)
+        folders[spec] = _train_one(one, again, overwrite, given, callbacks).folder
         torch._dynamo.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -317,12 +335,17 @@ def _check_length(model: PreTrainedModel, length: int, encoding: str) -> None:
 
 
 def _train_one(
-    settings: Settings, resume: bool, overwrite: bool, given: set[str] | None, callbacks: list[TrainerCallback] | None
-) -> Path:
+    settings: Settings,
+    resume: bool,
+    overwrite: bool,
+    given: set[str] | None,
+    callbacks: list[TrainerCallback] | None,
+    bare: bool = False,
+) -> Trained:
     main, out = _is_main(), Path(settings.out or "")
     settings = _folder(out, settings, resume, overwrite, given, main)
     try:
-        return _run(settings, out, resume, main, callbacks)
+        return _run(settings, out, resume, main, callbacks, bare)
     except BaseException:
         # A mistake found before the run began leaves no folder behind.
         if main and not resume and out.is_dir() and not any(out.iterdir()):
@@ -336,7 +359,9 @@ def _device(overrides: dict[str, Any]) -> tuple[bool, bool]:
     return cuda, cuda and torch.cuda.is_bf16_supported()
 
 
-def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: list[TrainerCallback] | None) -> Path:
+def _run(
+    settings: Settings, out: Path, resume: bool, main: bool, callbacks: list[TrainerCallback] | None, bare: bool
+) -> Trained:
     from accelerate import PartialState
 
     if settings.task not in TASKS:
@@ -348,6 +373,8 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
     if not cuda and (settings.fsdp or overrides.get("fsdp") or launched):
         raise UserError("FSDP2 through the Trainer needs GPUs: on a CPU it would silently run DDP instead")
     state = PartialState(cpu=not cuda)
+    if cuda:
+        loss.CELLS = loss.cells_for(torch.cuda.get_device_properties(state.device).total_memory)
     length = settings.length or base.length
 
     if settings.data is None:
@@ -404,7 +431,7 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
             _say(f"passing over {path}: it is not complete", main)
         if run.content.get("status") == "complete":
             _say(f"{out} is complete already", main)
-            return out
+            return Trained(out)
     if main:
         for stale in out.glob(".checkpoint-*"):
             shutil.rmtree(stale)
@@ -450,6 +477,7 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
         peak=peak * state.num_processes,
         main=main,
         first=step,
+        events=not bare,
     )
     borders = None
     if settings.documents:
@@ -474,7 +502,8 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         final_loss = trainer.evaluate()["eval_loss"] if held is not None and not _just_evaluated(out, steps) else None
-        _save_final(trainer, out, main)
+        if not bare:
+            _save_final(trainer, out, main)
     except UserError as error:
         run.update(status="failed", error=str(error))
         raise
@@ -494,10 +523,11 @@ def _run(settings: Settings, out: Path, resume: bool, main: bool, callbacks: lis
         raise
     finally:
         screen.close()
-    _finish(run, screen, data, out, time.perf_counter() - began, final_loss, tok, mask, settings, main)
+    _finish(run, screen, data, out, time.perf_counter() - began, final_loss, tok, mask, settings, main, bare)
     trainer.accelerator.wait_for_everyone()
+    plain = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False, keep_torch_compile=False)
     trainer.accelerator.free_memory()
-    return out
+    return Trained(out, plain, tok, screen.rates)
 
 
 class Collator:
@@ -588,17 +618,20 @@ def _save_final(trainer: RelPosTrainer, out: Path, main: bool) -> None:
 
 def _finish(
     run: record.RunFile, screen: record.Screen, data: TokenData, out: Path, seconds: float, held: float | None,
-    tok: Any, mask: int | None, settings: Settings, main: bool,
+    tok: Any, mask: int | None, settings: Settings, main: bool, bare: bool,
 ) -> None:  # fmt: skip
     if not main:
         return
     lines = record.read_lines(out / record.METRICS)
     last = lines[-max(len(lines) // 20, 1) :]
-    loss = sum(x["loss"] for x in last) / len(last)
+    mean = sum(x["loss"] for x in last) / len(last)
     evaluations = record.read_lines(out / record.VALIDATION)
     held = evaluations[-1]["loss"] if held is None and evaluations else held
-    record.plot({settings.encoding: out}, out / "loss.png", data.unigram_entropy if settings.task == "clm" else None)
-    text = _sample(out, tok, mask, data, settings) if tok is not None else None
+    text = None
+    if not bare:
+        entropy = data.unigram_entropy if settings.task == "clm" else None
+        record.plot({settings.encoding: out}, out / "loss.png", entropy)
+        text = _sample(out, tok, mask, data, settings) if tok is not None else None
     if text is not None:
         (out / "sample.txt").write_text(text + "\n", encoding="utf-8")
     run.update(
@@ -606,12 +639,12 @@ def _finish(
         finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         seconds=round(seconds, 2),
         tokens_per_second=screen.mean_speed,
-        train_loss=loss,
+        train_loss=mean,
         validation_loss=held,
     )
     against = f" (unigram entropy of the corpus: {data.unigram_entropy:.3f})" if settings.task == "clm" else ""
     shown = f"\nvalidation loss {held:.3f}, perplexity {math.exp(min(held, 50)):.2f}" if held is not None else ""
-    _say(f"final loss {loss:.3f}{against}{shown}\n{seconds:.0f} s, {screen.mean_speed:,.0f} tokens/s", main)
+    _say(f"final loss {mean:.3f}{against}{shown}\n{seconds:.0f} s, {screen.mean_speed:,.0f} tokens/s", main)
     if text is not None:
         _say(f"-- a sample\n{text}\n--", main)
     _say(f"{out}", main)

@@ -55,8 +55,8 @@ STATEMENT = (
 
 @dataclass(frozen=True)
 class Grid:
-    """The defaults take a minute or two for a nano model on two cores. The cost of a prompt grows with the square of its
-    length: one of 16,384 tokens costs as much as sixteen of 4,096."""
+    """The defaults take a minute or two for a nano model on two cores. The cost of a prompt grows with the square of
+    its length: one of 16,384 tokens costs as much as sixteen of 4,096."""
 
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)

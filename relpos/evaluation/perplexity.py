@@ -414,7 +414,7 @@ def _protocol(job: _Job, protocol: str) -> dict[str, Any]:
         else:
             assert losses is not None
             row = _row(T, windows, windows.batches(settings.batch_tokens), losses, starts, protocol == "blocks")
-            row["seconds"] = round(seconds, 3)
+            row["seconds"] = round(seconds, 6)
             if size is not None and row["status"] == "ok":
                 row["bits_per_byte"] = row["loss"] * row["tokens"] / math.log(2) / size
         if row["status"] == "ok":

@@ -35,7 +35,7 @@ FORMAT = "relpos-capture"
 VERSION = 1
 KINDS = ("bias", "scores", "weights")
 MAX_LENGTH = 16384
-CELLS = 1 << 24  # score cells held at once
+CELLS = 1 << 22  # score cells held at once; blocks over 32 MiB would go back to the system after each use
 
 _TERM_TYPES = {cls.__name__: cls for cls in (terms.Slope, terms.Distance, terms.Potential, terms.Profile, terms.Bank)}
 

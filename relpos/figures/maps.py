@@ -78,9 +78,10 @@ def panel(ax: Axes, bar: Axes | None, maps: Maps, index: int, low: float, high: 
     values = np.ma.masked_invalid(maps.values[index])
     extent = (-0.5, maps.length - 0.5, maps.length - 0.5, -0.5)
     image = ax.imshow(values, cmap=cmap, norm=norm, extent=extent, aspect="equal", interpolation="auto")
-    if 150 < maps.length <= 600:
-        for axis in (ax.xaxis, ax.yaxis):
-            axis.set_major_locator(MultipleLocator(100))
+    step = 100 if 150 < maps.length <= 600 else 2 ** round(math.log2(maps.length / 4)) if maps.length > 600 else None
+    if step is not None:
+        for axis in (ax.xaxis, ax.yaxis):  # the same on both, though labels on one need more room
+            axis.set_major_locator(MultipleLocator(step))
     if bar is None:
         return
     ax.figure.colorbar(image, cax=bar)

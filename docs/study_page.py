@@ -109,7 +109,7 @@ def pictures(folder: Path = RESULTS, out: Path = IMAGES) -> list[Path]:
         return []
     out.mkdir(parents=True, exist_ok=True)
     made = {
-        "study-perplexity": curves.perplexity(labelled(r.main)),
+        "study-perplexity": curves.perplexity(labelled(r.main), intervals=False),
         "study-loss-by-position": curves.loss_by_position(labelled(r.main)),
         "study-training-loss": curves.training_loss(
             [(v["encoding"], v["loss"], v["recipe"]["tokens_per_step"]) for v in r.main],
@@ -117,7 +117,7 @@ def pictures(folder: Path = RESULTS, out: Path = IMAGES) -> list[Path]:
         ),
     }
     if near(r):
-        made["study-perplexity-near"] = curves.perplexity(labelled(near(r)))
+        made["study-perplexity-near"] = curves.perplexity(labelled(near(r)), intervals=False)
     if captured(r):
         held = [capture.load(path) for path in captured(r)]
         alike = Counter(one.title for one in held)
@@ -407,8 +407,8 @@ def seeds(r: Results) -> str:
         return ""
     return (
         "## Noise between seeds\n\nA seed draws the initial weights and the order of the text. Mean and standard "
-        "deviation of the perplexity (`blocks`), and the range of the final training loss in nats. A difference between "
-        "two encodings that is not clearly larger than this is none.\n\n"
+        "deviation of the perplexity (`blocks`), and the range of the final training loss in nats. A difference "
+        "between two encodings that is not clearly larger than this is none.\n\n"
         + table(["encoding", "seeds", *map(str, lengths), "loss range"], rows)
     )
 
@@ -430,8 +430,9 @@ def dense(r: Results) -> str:
     return (
         "## Encodings that need dense attention\n\nThey rescore whole rows of scores, so no fused kernel runs them, "
         f"and they got {fixed['tokens'] / 1e6:.1f}M tokens ({fixed['steps']} steps); so did, to compare with, the "
-        "encodings they are built around. Do not compare this table with the ones above. The paper's numbers: trained at 512, "
-        f"FineWeb-Edu. {told(v['evaluation'][0])}, `blocks`.\n\n" + table(["encoding", "", *map(str, lengths)], rows)
+        "encodings they are built around. Do not compare this table with the ones above. The paper's numbers: "
+        f"FineWeb-Edu, trained at 512. {told(v['evaluation'][0])}, `blocks`.\n\n"
+        + table(["encoding", "", *map(str, lengths)], rows)
     )
 
 

@@ -368,7 +368,7 @@ def warm(model: Any, length: int) -> None:
     model.eval()
     try:
         with inference():
-            for shape in ((1, 12), (2, length), (1, length), (1, length - 1)):
+            for shape in ((1, 12), (2, length), (1, length), (2, length - 1), (1, length - 1)):
                 model.base_model(torch.zeros(shape, dtype=torch.long, device=model.device), use_cache=False)
         torch.cuda.synchronize()
     except Exception as error:  # the tests will meet it again and record it length by length
@@ -697,7 +697,9 @@ class Runner:
         )
         process = Process(job, attempt, clock, popen, work / f"{job.name}.log")
         self.live.append(process)
-        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        reader = threading.Thread(target=self._listen, args=(process,), daemon=True)
+        reader.start()
+        threading.Thread(target=self._wait, args=(process, reader), daemon=True).start()
 
     def _listen(self, process: Process) -> None:
         assert process.popen.stdout is not None
@@ -708,7 +710,10 @@ class Runner:
                 if line.strip() == "training":
                     process.began = time.time()
                 say(f"[{process.job.name}] {line.rstrip()}")
+
+    def _wait(self, process: Process, reader: threading.Thread) -> None:
         process.popen.wait()
+        reader.join(10)  # compilers that it started may hold its output open a little longer
         self.ended.put(process)
 
     def fits(self, job: Job) -> bool:

@@ -70,8 +70,9 @@ def _legend(fig: Figure, ax: Axes, count: int) -> None:
         fig.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
 
 
-def perplexity(results: Results) -> Figure:
-    """Perplexity against length with 95% intervals, one panel per protocol; a log axis where values spread."""
+def perplexity(results: Results, intervals: bool = True) -> Figure:
+    """Perplexity against length with 95% intervals, one panel per protocol; a log axis where values spread. Intervals
+    of many models hide each other, and on the same tokens they are far wider than differences are uncertain."""
     protocols = list(dict.fromkeys(p for _, v in results for p in v["protocols"] if _measured(v, p)))
     if not protocols:
         raise UserError("no length was measured: there is nothing to plot")
@@ -87,8 +88,9 @@ def perplexity(results: Results) -> Figure:
                 ends = np.array(
                     [[r["perplexity"] if e is None else e for e in r["ci95"]] for r in rows], float
                 ).reshape(-1, 2)
+                reach = np.clip([y - ends[:, 0], ends[:, 1] - y], 0, None) if intervals else None
                 ax.errorbar(
-                    x, y, yerr=np.clip([y - ends[:, 0], ends[:, 1] - y], 0, None), label=label,
+                    x, y, yerr=reach, label=label,
                     marker=MARKERS[number % len(MARKERS)], markersize=4, capsize=2, elinewidth=0.8, **_look(number),
                 )  # fmt: skip
                 values += list(y)

@@ -21,6 +21,7 @@ from children import finish, start
 
 from relpos.data import MaskedRows, TokenData, Windows, collate, masked, prepare, sources, tokenizer
 from relpos.data.loader import permute
+from relpos.data.prepare import describe
 from relpos.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -501,3 +502,12 @@ def test_masks_are_a_function_of_seed_and_example(small):
     for key in ("input_ids", "labels"):
         assert torch.equal(whole[key], torch.cat([parts[1][key], parts[0][key]]))
     assert not torch.equal(make(rows)["labels"], MaskedRows(mask=258, vocab_size=257, seed=4)(rows)["labels"])
+
+
+@pytest.mark.parametrize(("text", "share", "hint"), [("one", 0.01, "--separator"), ("one\0two\0three", 0.01, "0.5")])
+def test_an_empty_validation_split_is_said(tmp_path, text, share, hint):
+    (tmp_path / "a.txt").write_text(text)
+    said = describe(prepare(str(tmp_path / "a.txt"), tmp_path / "data", "bytes", validation=share))
+    assert "nothing to validate on" in said and hint in said
+    none = describe(prepare(str(tmp_path / "a.txt"), tmp_path / "none", "bytes", validation=0.0))
+    assert "nothing to validate on" not in none

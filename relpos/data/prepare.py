@@ -121,6 +121,12 @@ def describe(data: TokenData) -> str:
         f"unigram entropy {data.unigram_entropy:.3f} nats",
         f"tokenizer: {name or 'none (token stream)'}, {data.vocab_size:,} ids" + (f", by {library}" if library else ""),
     ]
+    share, documents = data.index["request"]["validation"], data.train.documents
+    if share and not data.validation.documents:
+        more = f"--validation {min(0.5, max(2 * share, 5 / documents)):.2g} would keep some apart"
+        if documents == 1:
+            more = "--separator says what lies between documents"
+        lines.append(f"nothing to validate on: a share of {share:g} left out none of {documents:,} documents; {more}")
     skipped = data.index["skipped"]
     if skipped:
         lines.append(f"left out {len(skipped)} files that are not UTF-8 text, such as {skipped[0]}")

@@ -10,6 +10,7 @@ measured copy bandwidth, whichever takes longer.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import platform
@@ -31,6 +32,7 @@ from relpos.encodings import build  # noqa: E402
 from relpos.terms import Layout  # noqa: E402
 
 TOKENS = 32768
+FLUSH = torch.empty(0)
 OURS = [
     "none", "rope", "alibi", "alibi:learn=true", "cable", "cable:form=unweighted", "cable:form=kernel",
     "cable:form=softplus", "fox", "t5", "t5:form=clipped", "kerple", "kerple:form=power", "sandwich", "fire", "xpos",
@@ -38,25 +40,49 @@ OURS = [
 ]  # fmt: skip
 
 
-def median_ms(run: Callable[[], object], budget_ms: float = 250.0) -> float:
-    """Median of event timings after a warm-up."""
+def median_ms(run: Callable[[], object], budget_ms: float = 150.0) -> float:
+    """Median GPU time from the first kernel of a call to its last, after a warm-up. The GPU sleeps first while the host
+    queues the call, as it is queued ahead in a training step; caches are cold."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
+    queued = time.perf_counter() - start
     torch.cuda.synchronize()
     once = (time.perf_counter() - start) * 1e3
-    count = int(min(100, max(7, budget_ms / max(once, 1e-3))))
-    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")  # larger than the L2
+    count = int(min(50, max(7, budget_ms / max(once, 1e-3))))
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
     for begin, end in events:
-        flush.zero_()
+        FLUSH.zero_()
+        torch.cuda._sleep(int(2e9 * min(2 * queued, 0.01)))  # cycles, at 2 GHz
         begin.record()
         run()
         end.record()
     torch.cuda.synchronize()
     return sorted(begin.elapsed_time(end) for begin, end in events)[count // 2]
+
+
+def eager_ms(run: Callable[[], object], budget_ms: float = 60.0) -> float:
+    """Time of a call among many, one after the other from Python: the host's time where that is the longer."""
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    count = int(min(50, max(3, budget_ms / ((time.perf_counter() - start) * 1e3))))
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3 / count
+
+
+def trained(encoding):
+    """Away from the initial values, where FIRE has all its knots in one place and tables are zero."""
+    with torch.no_grad():
+        for parameter in encoding.parameters():
+            if parameter.numel() > 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return encoding
 
 
 def peak_extra_mib(run: Callable[[], object]) -> float:
@@ -89,7 +115,7 @@ def ours(spec: str, impl: str = "fused"):
     q, k and v are (benchmarks/training_step.py times them all)."""
 
     def make(q, k, v, do, hidden):
-        encoding = build(spec, heads=q.shape[1], head_dim=q.shape[-1]).cuda()
+        encoding = trained(build(spec, heads=q.shape[1], head_dim=q.shape[-1]).cuda())
         if not encoding.content:
             return lambda: relpos.attention(q, k, v, encoding, impl=impl), [*encoding.parameters()]
         layout = Layout(Tq=q.shape[2], Tk=k.shape[2], device=q.device)
@@ -184,7 +210,33 @@ def measure(make, q, k, v, do, hidden) -> dict:
     with torch.no_grad():
         forward = median_ms(call)
     both = median_ms(step)
-    return {"forward_ms": forward, "both_ms": both, "extra_mib": peak_extra_mib(step)}
+    return {"forward_ms": forward, "both_ms": both, "eager_ms": eager_ms(step), "extra_mib": peak_extra_mib(step)}
+
+
+def decoding(result: dict) -> None:
+    """One query against a cache, beside SDPA without bias. The floor is reading K and V."""
+    for batch in (1, 64):
+        for cached in (1024, 8192, 65536):
+            if batch * cached > 64 * 8192:
+                continue
+            torch.manual_seed(0)
+            k, v = (torch.randn(batch, 12, cached, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            q = torch.randn(batch, 12, 1, 64, device="cuda", dtype=torch.bfloat16)
+            hidden = torch.randn(batch, cached, 768, device="cuda")
+            calls = {"SDPA, no bias": functools.partial(F.scaled_dot_product_attention, q, k, v)}
+            for spec in ("none", "alibi", "kerple", "t5", "fire", "cable", "fox"):
+                encoding = trained(build(spec, heads=12, head_dim=64).cuda())
+                layout = Layout(Tq=1, Tk=cached, device=q.device)
+                with torch.no_grad():
+                    _, terms = prepare(encoding, layout, hidden if encoding.content else None)
+                calls[f"relpos {spec}"] = functools.partial(attend, q, k, v, terms, layout, impl="fused")
+            for name, call in calls.items():
+                with torch.no_grad():
+                    row = {"name": name, "batch": batch, "cached": cached, "us": median_ms(call) * 1e3}
+                row["floor_us"] = 2 * k.numel() * 2 / result["ceilings"]["copy_tb_s"] / 1e6
+                result["decode"].append(row)
+            found = "  ".join(f"{row['name']} {row['us']:.1f}" for row in result["decode"][-len(calls) :])
+            print(f"decode {batch:3} x {cached:6}, us: {found}", flush=True)
 
 
 def compile_one(job: tuple[str, int]) -> None:
@@ -227,6 +279,8 @@ def main() -> None:
     only = [name for name in options.only.split(";") if name]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(compile_one, [(spec, int(d)) for d in options.head_dims.split(",") for spec in OURS], chunksize=1)
+    global FLUSH
+    FLUSH = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")  # larger than the L2
     top = ceilings()
     print(
         f"{torch.cuda.get_device_name()}: bf16 {top['bf16_tflops']:.0f} TFLOP/s, copy {top['copy_tb_s']:.2f} TB/s"
@@ -243,7 +297,9 @@ def main() -> None:
             for n in (512, 1024, 4096, 16384, 32768)
         ],
         "rows": rows,
+        "decode": [],
     }
+    decoding(result)
     for head_dim in map(int, options.head_dims.split(",")):
         heads = 768 // head_dim
         for length in map(int, options.lengths.split(",")):
@@ -270,7 +326,8 @@ def main() -> None:
                 rows.append(row)
                 print(
                     f"{name:34} {length:6} d{head_dim:<4} fwd {row['forward_ms']:8.3f} ({row['forward_ratio']:5.2f})  "
-                    f"both {row['both_ms']:8.3f} ({row['ratio']:5.2f})  +{row['extra_mib']:7.0f} MiB",
+                    f"both {row['both_ms']:8.3f} ({row['ratio']:5.2f})  eager {row['eager_ms']:7.3f}  "
+                    f"+{row['extra_mib']:6.0f} MiB",
                     flush=True,
                 )
                 if options.out:  # after every row: a run that is stopped keeps what it measured

@@ -25,23 +25,33 @@ from relpos.attention import fused, prepare  # noqa: E402
 from relpos.encodings import build  # noqa: E402
 from relpos.terms import Layout  # noqa: E402
 
+from attention import trained  # noqa: E402  isort: skip - the benchmark beside this one
+
 TOKENS, HEADS = 32768, 12
 CANDIDATES = {
     "forward": [
-        (128, 64, 4, 3, 0), (64, 64, 4, 3, 0), (64, 64, 4, 3, 128), (128, 64, 8, 3, 128), (64, 64, 4, 3, 168),
-        (128, 64, 4, 3, 168), (128, 64, 8, 3, 0),
+        (64, 64, 4, 3, 128), (64, 64, 4, 3, 168), (128, 64, 8, 3, 128), (64, 64, 4, 2, 168), (64, 64, 8, 2, 0),
+        (64, 64, 4, 2, 128), (64, 64, 4, 3, 0), (64, 64, 4, 2, 0),
     ],
     "backward_q": [
-        (64, 64, 4, 3, 168), (64, 64, 4, 3, 128), (64, 32, 4, 3, 128), (64, 64, 4, 2, 168), (128, 64, 8, 3, 128),
-        (64, 64, 4, 3, 0), (64, 64, 4, 2, 128),
+        (64, 64, 4, 3, 168), (64, 64, 4, 2, 168), (64, 64, 4, 3, 128), (128, 64, 8, 3, 128), (64, 64, 4, 2, 0),
+        (64, 64, 8, 2, 0), (64, 32, 4, 2, 0), (64, 64, 8, 2, 128),
     ],
     "backward_k": [
-        (32, 128, 8, 3, 128), (32, 64, 4, 3, 128), (32, 64, 4, 3, 168), (64, 64, 4, 1, 168), (128, 64, 4, 2, 0),
-        (32, 64, 4, 2, 128), (32, 128, 8, 2, 128),
+        (32, 64, 4, 3, 128), (32, 64, 4, 3, 168), (32, 64, 4, 2, 128), (64, 64, 4, 2, 168), (64, 64, 8, 2, 0),
+        (64, 64, 4, 2, 0), (64, 128, 8, 2, 0), (32, 64, 4, 2, 168),
     ],
     "backward_distance": [
-        (64, 64, 4, 3, 0), (64, 64, 4, 3, 168), (64, 64, 4, 3, 128), (64, 64, 4, 2, 128), (64, 64, 4, 2, 168),
-        (64, 64, 8, 3, 0), (32, 32, 4, 4, 0),
+        (64, 64, 4, 3, 0), (64, 64, 4, 3, 168), (128, 128, 8, 2, 0), (64, 64, 4, 2, 168), (64, 64, 8, 3, 0),
+        (64, 64, 4, 2, 0), (128, 128, 8, 3, 0), (64, 64, 4, 2, 128),
+    ],
+    "backward_bank": [
+        (64, 64, 4, 2, 0), (64, 64, 8, 2, 0), (64, 64, 4, 1, 0), (64, 64, 4, 3, 0), (64, 64, 8, 2, 128),
+        (64, 64, 8, 1, 0), (64, 64, 8, 3, 0), (64, 64, 4, 2, 168),
+    ],
+    "backward_profile": [
+        (64, 64, 4, 3, 0), (128, 64, 8, 2, 0), (128, 64, 8, 3, 0), (64, 64, 4, 4, 0), (128, 128, 8, 2, 0),
+        (64, 64, 8, 4, 0), (64, 128, 8, 3, 0), (64, 64, 8, 3, 0),
     ],
 }  # fmt: skip
 
@@ -51,7 +61,7 @@ def problem(variant: str, length: int, head_dim: int, tokens: int = TOKENS):
     torch.manual_seed(0)
     heads = HEADS * 64 // head_dim
     batch = max(1, tokens // length)
-    encoding = build(variant, heads=heads, head_dim=head_dim).cuda()
+    encoding = trained(build(variant, heads=heads, head_dim=head_dim).cuda())
     q, k, v, do = (
         torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         for _ in range(4)
@@ -65,16 +75,17 @@ def problem(variant: str, length: int, head_dim: int, tokens: int = TOKENS):
         arguments.extend(given)
         return fused._forward(*given)
 
-    original, fused._attend = fused._attend, remember
+    original, fused._Eager.apply = fused._Eager.apply, remember
     try:
         with torch.no_grad():
             fused.attend(q, k, v, terms, layout, head_dim**-0.5)
     finally:
-        fused._attend = original
-    # What autograd would ask for: the gradient of every tensor of the terms, where the encoding has parameters.
-    given = arguments[3:9] + arguments[10:13]
-    rho = 5  # a profile without knots has none
-    wants = sum(1 << n for n, x in enumerate(given) if x is not None and (n != rho or arguments[9].numel()))
+        fused._Eager.apply = original
+    # What autograd would ask for: the gradient of every operand, where the encoding has parameters.
+    a, b, c, d, e = arguments[3:8]
+    knots = c is not None and arguments[10] == fused.PROFILE  # they have none, and without them rho has none
+    wants = sum(1 << n for n, x in enumerate((a, b if not knots or c.numel() else None, None if knots else c, d, e))
+                if x is not None)  # fmt: skip
     wants = wants if list(encoding.parameters()) else 0
     saved = fused._forward(*arguments)
 
@@ -87,7 +98,7 @@ def problem(variant: str, length: int, head_dim: int, tokens: int = TOKENS):
 
 def use(index: int) -> dict[str, tuple]:
     chosen = {name: options[index % len(options)] for name, options in CANDIDATES.items()}
-    fused._blocks = lambda kernel, q: chosen[kernel]
+    fused._blocks = lambda kernel, q, kind: chosen[kernel]
     return chosen
 
 
@@ -123,7 +134,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,4096")
     parser.add_argument("--variants", default="none;cable")
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--indices", default="0-6")
+    parser.add_argument("--indices", default="0-7")
     parser.add_argument("--out")
     options = parser.parse_args()
     first, _, last = options.indices.partition("-")

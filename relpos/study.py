@@ -167,7 +167,10 @@ def plan(study: Study) -> list[Job]:
     for seed in study.seeds:
         jobs += [Job(spec, seed, study.tokens, False) for spec in fused]
         jobs += [Job(spec, seed, small, True) for spec in dense]
-    return list({job.name: job for job in jobs}.values())
+    unique: dict[str, Job] = {}
+    for job in jobs:  # where the budgets agree, a base is in the list already
+        unique.setdefault(job.name, job)
+    return list(unique.values())
 
 
 def ahead(study: Study) -> int:

@@ -50,8 +50,9 @@ IDS = [case.spec for case in FUSABLE]
 def small_blocks(monkeypatch):
     """Blocks small enough that a short text has full, masked and far tiles."""
     if not GPU:
-        blocks = {"backward_k": (16, 32, 4, 1, 0), "backward_distance": (16, 16, 4, 1, 0)}
-        monkeypatch.setattr(fused, "_blocks", lambda kernel, q: blocks.get(kernel, (32, 16, 4, 1, 0)))
+        blocks = {"backward_k": (16, 32, 4, 1, 0)}
+        blocks |= dict.fromkeys(("backward_distance", "backward_bank"), (16, 16, 4, 1, 0))
+        monkeypatch.setattr(fused, "_blocks", lambda kernel, q, kind: blocks.get(kernel, (32, 16, 4, 1, 0)))
 
 
 def attend(spec: str, dtype, impl: str, *, heads=4, key_heads=2, head_dim=8, T=LENGTH, Tq=None, B=2, **options) -> dict:
@@ -236,7 +237,7 @@ def test_compiles_whole(spec):
 def test_the_operator_is_well_formed():
     q, k, v = (torch.randn(1, 2, 9, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     slopes = torch.rand(2, device=DEVICE, requires_grad=True)
-    arguments = (q, k, v, slopes, *[None] * 12, 0, True, 0, 0, 0, 0.25)
+    arguments = (q, k, v, slopes, *[None] * 6, fused.SLOPE, 0, True, 0, 0, 0.25)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(fused._attend, arguments, test_utils=checks)
 

@@ -74,6 +74,10 @@ def test_default_list_and_budgets():
     assert [job.spec for job in dense] == [*study.ENCODINGS[12:], "kerple:share=false", "cable"]
     assert len({job.name for job in jobs}) == len(jobs) == 16
     assert jobs[0].name == "cable-96M-seed0"
+    same = study.plan(dataclasses.replace(one, dense_tokens=one.tokens))
+    assert [job.spec for job in same] == list(study.ENCODINGS) and [job.dense for job in same] == [False] * 12 + [
+        True
+    ] * 2
     both = study.plan(dataclasses.replace(one, seeds=(3, 1), encodings=("rope", "none")))
     assert [(job.spec, job.seed) for job in both] == [("rope", 3), ("none", 3), ("rope", 1), ("none", 1)]
     assert study.base_of("rope") is None and study.base_of("dape:base=t5:buckets=16") == "t5:buckets=16,share=false"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ def _kernels() -> Any:
     def partial(
         Q, K, V, Bias, Part, Top, Sum, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, b_b, H, GROUP, Tq, Tk, c2, stretch,
         D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+        BIASED: tl.constexpr, LOG2E: tl.constexpr,
     ):  # fmt: skip
         n = tl.program_id(0)
         HKV = H // GROUP
@@ -54,8 +55,11 @@ def _kernels() -> Any:
             at = j[:, None].to(tl.int64)
             ok_k = ok[:, None] & (e[None, :] < D)
             k = tl.load(K + b * k_b + hk * k_h + at * k_t + e[None, :], mask=ok_k, other=0.0)
-            bias = tl.load(rows + j[None, :], mask=real[:, None] & ok[None, :], other=float("-inf"))
-            s = tl.dot(q, tl.trans(k), input_precision=PREC) * c2 + bias
+            s = tl.dot(q, tl.trans(k), input_precision=PREC) * c2
+            if BIASED:
+                s += tl.load(rows + j[None, :], mask=real[:, None] & ok[None, :], other=float("-inf")) * LOG2E
+            else:
+                s = tl.where(ok[None, :], s, float("-inf"))
             higher = tl.maximum(top, tl.max(s, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             w = tl.exp2(s - base[:, None])
@@ -101,9 +105,8 @@ def _kernels() -> Any:
     return partial, combine
 
 
-@torch.library.custom_op("relpos::decode", mutates_args=())
-def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """q [B,H,Tq,D], k and v [B,Hkv,Tk,D], bias [1 or B,H,Tq,Tk] float32 in units of log 2, -inf where masked."""
+def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], scale: float) -> Tensor:  # noqa: UP045
+    """q [B,H,Tq,D], k and v [B,Hkv,Tk,D], bias [1 or B,H,Tq,Tk] float32, -inf where masked."""
     B, H, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     group = H // Hkv
@@ -117,9 +120,10 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tens
     top, total = (q.new_empty(B * Hkv * stretches, ROWS, dtype=torch.float32) for _ in range(2))
     out = q.new_empty(B, Tq, H, D).transpose(1, 2)
     partial[(stretches, B * Hkv)](
-        q, k, v, bias, part, top, total, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        0 if bias.shape[0] == 1 else H * Tq * Tk, H, group, Tq, Tk, scale / math.log(2), stretch,
-        D=D, DP=DP, ROWS=ROWS, BN=64, PREC="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        q, k, v, q if bias is None else bias, part, top, total, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, group, Tq, Tk, scale / math.log(2), stretch,
+        D=D, DP=DP, ROWS=ROWS, BN=64, PREC="ieee" if q.dtype == torch.float32 else "tf32",
+        BIASED=bias is not None, LOG2E=math.log2(math.e), num_warps=4, num_stages=3,
     )  # fmt: skip
     combine[(B * Hkv,)](
         part, top, total, out, *out.stride()[:3], H, group, Tq, stretches, D=D, DP=DP, ROWS=ROWS, num_warps=4
@@ -127,7 +131,10 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tens
     return out
 
 
-@_decode.register_fake
+_operator = torch.library.custom_op("relpos::decode", _decode, mutates_args=())
+
+
+@_operator.register_fake
 def _(q, k, v, bias, scale):
     B, H, Tq, D = q.shape
     return q.new_empty(B, Tq, H, D).transpose(1, 2)
@@ -145,7 +152,13 @@ def serves(q: Tensor, k: Tensor, v: Tensor | None, terms: list[Term], layout: La
 
 def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, scale: float) -> Tensor:
     """Output [B,H,Tq,D] of q, k, v that are already rotated."""
-    bias = reference.bias_of(terms, layout, q.shape[1]).float() / math.log(2)
-    bias = bias.masked_fill(~layout.allowed()[:, None], float("-inf"))
+    # The last token of a plain text sees every key.
+    sees_all = layout.Tq == 1 and layout.plain and layout.q_offset in (None, layout.Tk - 1) and layout.window is None
+    bias = None
+    if terms or not sees_all:
+        bias = reference.bias_of(terms, layout, q.shape[1]).float()
+    if bias is not None and not sees_all:
+        bias = bias.masked_fill(~layout.allowed()[:, None], float("-inf"))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return _decode(q, k, v, bias.contiguous(), scale)
+    run = _operator if torch.compiler.is_compiling() else _decode
+    return run(q, k, v, None if bias is None else bias.contiguous(), scale)

@@ -1,15 +1,12 @@
 """`impl="fused"`: the Triton kernels behind one differentiable operation.
 
-The host's part: say what cannot run (`obstacle`), turn terms into the flat list of tensors the kernels read,
-bring padded
-batches into a contiguous form, launch, and turn the kernels' row,
-column and diagonal sums into the gradients of the terms.
-Autograd carries those on through the plain PyTorch that built the terms.
+The host's part: say what cannot run (`obstacle`), hand the term's tensors to the kernels, bring padded batches into a
+contiguous form, launch, and turn the kernels' row, column and diagonal sums into the gradients of the term. Autograd
+carries those on through the plain PyTorch that built the term.
 
-Padding: the real tokens of every row are moved to its front (a stable sort of the mask; fixed shapes,
-nothing read on the
-host) and the output is moved back. Inside the kernels columns then are positions, which keeps by-distance biases exact
-for left padding, right padding and holes alike.
+Padding: the real tokens of every row are moved to its front (a stable sort of the mask; fixed shapes, nothing read on
+the host) and the output is moved back. Inside the kernels columns then are positions, which keeps by-distance biases
+exact for left padding, right padding and holes alike.
 """
 
 from __future__ import annotations
@@ -27,9 +24,9 @@ from relpos.attention import decode
 from relpos.terms import Bank, Distance, Layout, Potential, Profile, Slope, Term
 
 LOG2E = math.log2(math.e)
-LN2 = math.log(2)
-SKEW = 16
-BLOCK = 128  # no kernel's block is larger
+PROGRAMS = 1056  # enough to fill a large GPU several times over
+NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
+KNOTTED = 7  # to the host, a profile with knots
 
 
 @functools.cache
@@ -47,16 +44,26 @@ def interpreted() -> bool:
 
 @functools.cache
 def _interpreted() -> bool:
-    if importlib.util.find_spec("triton") is None:
+    if not _found():
         return False
     import triton
 
     return bool(triton.knobs.runtime.interpret)
 
 
+@torch.compiler.assume_constant_result
+def _installed() -> bool:
+    return _found()
+
+
+@functools.cache
+def _found() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def obstacle(q: Tensor, k: Tensor, terms: list[Term], layout: Layout, *, rescores: bool = False) -> str | None:
     """Why the fused kernels cannot run such a call; None if they can."""
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         return "Triton is not installed"
     if not q.is_cuda and not interpreted():
         return f"it needs a CUDA GPU, and q is on {q.device.type} (TRITON_INTERPRET=1 runs the kernels slowly on a CPU)"
@@ -73,15 +80,15 @@ def unsupported(terms: list[Term], layout: Layout, *, rescores: bool = False) ->
     """Why the kernels cannot run such terms on any machine; None if they can."""
     if rescores:
         return "this encoding rescores whole rows of all heads at once"
-    kinds = [type(term) for term in terms]
-    if Bank in kinds:
-        return "there is no kernel for a bank of profiles yet"
-    if len(kinds) > 1:
+    if len(terms) > 1:
         return "it adds one term at a time"
-    if layout.positions is not None and any(kind is not Potential for kind in kinds):
+    term = terms[0] if terms else None
+    if layout.positions is not None and term is not None and not isinstance(term, Potential):
         return "explicit positions may have gaps, and its tiles count distances in columns"
-    if any(isinstance(term, Profile) and not term.knots.numel() and term.rho.requires_grad for term in terms):
+    if isinstance(term, Profile) and not term.knots.numel() and term.rho.requires_grad:
         return "a profile without knots has no gradient for rho"
+    if isinstance(term, Bank) and term.bank.shape[0] > 128:
+        return f"its tiles hold banks of at most 128 profiles, not {term.bank.shape[0]}"
     if isinstance(layout.q_offset, Tensor) and layout.cu_seqlens is not None:
         return "packed documents take one q_offset"
     return None
@@ -95,20 +102,30 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
     "backward_q": ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     "backward_k": ((32, 64, 4, 3, 128), (32, 64, 4, 2, 0)),
     "backward_distance": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
+    "backward_bank": ((64, 64, 4, 2, 0), (64, 64, 4, 1, 0)),
+    "backward_profile": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
 }
 
 
-def _blocks(kernel: str, q: Tensor) -> Blocks:
+# Kinds that need more registers than most: with heads of up to 64 features, theirs.
+_WIDE: dict[tuple[str, int], Blocks] = {
+    ("backward_k", POTENTIAL): (32, 64, 4, 3, 168),
+    ("backward_k", PROFILE): (32, 64, 4, 3, 168),
+    ("forward", KNOTTED): (64, 64, 4, 2, 168),
+    ("backward_q", KNOTTED): (64, 64, 4, 2, 0),
+    ("backward_k", KNOTTED): (32, 64, 4, 2, 168),
+    ("forward", BANK): (64, 64, 4, 3, 0),
+    ("backward_q", BANK): (64, 64, 4, 2, 0),
+    ("backward_k", BANK): (64, 64, 4, 2, 0),
+}
+
+
+def _blocks(kernel: str, q: Tensor, kind: int) -> Blocks:
     if q.dtype == torch.float32:  # tiles twice as large, and not fed to the tensor cores
         return (64, 32, 4, 1, 0) if kernel == "forward" and q.shape[-1] <= 64 else (32, 32, 4, 1, 0)
+    if q.shape[-1] <= 64 and (kernel, kind) in _WIDE:
+        return _WIDE[kernel, kind]
     return _BLOCKS[kernel][q.shape[-1] > 64]
-
-
-def _resources(blocks: Blocks) -> dict[str, int]:
-    """The launch options of block sizes."""
-    _, _, warps, stages, registers = blocks
-    options = {"num_warps": warps, "num_stages": stages}
-    return options | {"maxnreg": registers} if registers and torch.version.cuda else options
 
 
 def _like(x: Tensor) -> Tensor:
@@ -117,215 +134,189 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def _strides(*tensors: Tensor) -> list[int]:
-    return [s for x in tensors for s in x.stride()[:3]]
-
-
-def _strip_size(reach: int, causal: bool, Tk: int) -> tuple[int, int]:
-    """Column of distance 0 and number of columns of a strip."""
-    up = lambda n: -(-n // SKEW) * SKEW  # noqa: E731
-    zero = up((min(reach, Tk) if causal else Tk) + 2 * BLOCK + SKEW)
-    return zero, zero + up((0 if causal else Tk) + 2 * BLOCK + SKEW)
-
-
-def _strip(values: Tensor, origin: int, causal: bool, Tk: int, dtype: torch.dtype) -> Tensor:
-    """`[H, 2, 16, Y]`: sixteen copies of a by-distance table, each shifted by one, so that a tile's rows are contiguous
-    and aligned. `strip[h, 0, a, y]` is the value at distance `a - (y - zero)`; the second half is for tiles that lie
-    across: `strip[h, 1, a, y]` is the value at distance `(y - (Y - zero)) - a`.
-
-    In float16 where q is bfloat16,
-    which is three bits coarser: half the traffic. What a bias of -b contributes shrinks as
-    e^-b, faster than its rounding grows."""
-    last = values.shape[1] - 1
-    zero, length = _strip_size(last - origin, causal, Tk)
-    a = torch.arange(SKEW, device=values.device)[:, None]
-    y = torch.arange(length, device=values.device)[None]
-    index = (origin + torch.stack((a - y + zero, y - a + zero - length))).clamp(0, last)
-    values = values.detach()
-    return (values.clamp(-6e4, 6e4).half() if dtype == torch.bfloat16 else values)[:, index]
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
 
 
 class _Call:
-    """The arguments the kernels share."""
+    """What the kernels of one call share."""
 
-    def __init__(self, q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs,
-    origin,
-                 causal, pot, window, q_offset, scale):  # fmt: skip
-        self.q, self.k, self.v = q, k, v
+    def __init__(self, q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale):
+        self.q = q
         self.B, self.H, self.Tq, self.D = q.shape
         self.Tk = k.shape[2]
-        self.group = self.H // k.shape[1]
-        self.scale = scale
-        dummy = q  # a pointer that is never read
-        self.gated = gate is not None
-        self.K = 0 if knots is None else knots.numel()
-        zero = length = reach = 0
-        far = dummy
-        if values is not None:
-            far, reach = (values[:, -1] * LOG2E).contiguous(), values.shape[1] - 1 - origin
-        if strip is not None:
-            zero, length = _strip_size(reach if values is not None else self.Tk - 1, causal, self.Tk)
-        scaled = {
-            "slopes": None if slopes is None else (slopes * LOG2E).contiguous(),
-            "rate": None if rate is None else rate.expand(self.H).contiguous(),
-            "gate": None if gate is None else gate * LOG2E,
-            "rho": None if rho is None else (rho * LN2).contiguous(),
-            "pslope": None if pslope is None else (pslope * LOG2E).contiguous(),
-            "poffset": None if poffset is None else (poffset * LOG2E).contiguous(),
-        }
-        pick = lambda x: dummy if x is None else x  # noqa: E731
-        self.mask = (pick(meta), pick(docs))
-        per_head = 0 if strip is None or strip.shape[0] == 1 else 2 * SKEW * length
-        self.strip = (strip, zero, length, per_head)
-        self.tensors = (
-            *self.mask, pick(scaled["slopes"]), pick(sq), pick(sk), pick(scaled["gate"]), pick(scaled["rate"]),
-            pick(scaled["rho"]),
-            pick(knots), pick(scaled["pslope"]), pick(scaled["poffset"]), pick(strip), far,
-        )  # fmt: skip
-        batch = lambda x, heads: 0 if x is None or x.shape[0] == 1 else heads  # noqa: E731
-        self.batch = (batch(sk, self.H), batch(gate, self.H), batch(rho, 1))
-        self.sizes = (self.H, self.group, self.Tq, self.Tk, q_offset, scale * LOG2E)
-        self.reach = (reach, zero, length, per_head)
+        self.kind, self.origin, self.scale = kind, origin, scale
+        size, strides = 0, [0, 0, 0]
+        more: dict[str, int] = {}
+        if kind in (POTENTIAL, LOG):
+            strides = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (a, b, c)]
+            more = {"GATED": c is not None}
+        elif kind == PROFILE:
+            strides[0] = 0 if b.shape[0] == 1 else b.stride(0)
+            size = int(a.numel() > 1)
+            more = {"KNOTS": c.numel(), "KP": max(2, _power(c.numel()))}
+        elif kind == DISTANCE:
+            size, more = a.shape[1], {"HAS_FAR": True}
+        elif kind == BANK:
+            strides[0] = 0 if a.shape[0] == 1 else a.stride(0)
+            size, more = b.shape[1], {"RANK": b.shape[0], "RP": max(16, _power(b.shape[0])), "HAS_FAR": True}
+        self.size = size
+        self.reach = size - origin - (kind == DISTANCE)
+        # A missing tensor becomes a pointer that is never read.
+        self.term = [*(q if x is None else x for x in (meta, docs, a, b, c, d, e)), *strides, size, origin]
+        self.sizes = [self.H, self.H // k.shape[1], self.Tq, self.Tk, q_offset, scale * LOG2E]
+        exact = q.dtype == torch.float32
         self.flags = dict(
-            CAUSAL=causal, HAS_META=meta is not None, HAS_DOCS=docs is not None, WINDOW=window,
-            PREC="ieee" if q.dtype == torch.float32 else "tf32", D=self.D, DP=max(16, 1 << (self.D - 1).bit_length()),
-        )  # fmt: skip
-        self.terms = dict(
-            CANCEL=causal and q.dtype != torch.float32, EXACT=q.dtype == torch.float32, SLOPE=slopes is not None,
-            POT=pot,
-            GATED=self.gated, PROFILE=rate is not None, KNOTS=self.K, KP=max(2, 1 << max(0, self.K - 1).bit_length()),
-            DIST=int(values is not None),
+            KIND=kind, CAUSAL=causal, CANCEL=causal and not exact, EXACT=exact, PREC="ieee" if exact else "tf32",
+            D=self.D, DP=max(16, _power(self.D)), META=meta is not None, DOCS=docs is not None, WINDOW=window, **more,
         )  # fmt: skip
 
+    def blocks(self, kernel: str) -> Blocks:
+        kind = KNOTTED if self.kind == PROFILE and self.flags["KNOTS"] else self.kind
+        return _blocks(kernel, self.q, kind)
 
-# The terms' tensors that have a gradient, in the order of the operator's results.
-GRADS = ("slopes", "sq", "sk", "gate", "rate", "rho", "pslope", "poffset", "values")
+    def launch(self, kernel: str, grid: tuple[int, int], outs: list, strided: list[Tensor], scalars: list, **flags):
+        """Tensors the kernel reads and writes, the term, strides of those with four dimensions, sizes, what is its own,
+        flags."""
+        BM, BN, warps, stages, registers = self.blocks(kernel)
+        options: dict[str, int] = {"num_warps": warps, "num_stages": stages}
+        if registers and torch.version.cuda:
+            options["maxnreg"] = registers
+        kernels = _kernels()
+        F = kernels.Flags(**self.flags, **flags, BM=BM, BN=BN, SPAN=_power(BM + BN))
+        strides = [s for x in strided for s in x.stride()[:3]]
+        getattr(kernels, kernel)[grid](*outs, *self.term, *strides, *self.sizes, *scalars, F, **options)
 
 
-def _forward(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin,
-causal, pot,
-             window, q_offset, scale):  # fmt: skip
-    c = _Call(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin,
-        causal, pot,
-              window, q_offset, scale)  # fmt: skip
-    out, lse = _like(q), q.new_empty(c.B, c.H, c.Tq, dtype=torch.float32)
-    BM, BN, *_ = use = _blocks("forward", q)
-    grid = (-(-c.Tq // BM), c.B * c.H)
-    _kernels().forward[grid](
-        q, k, v, out, lse, *c.tensors, *_strides(q, k, v, out), *c.batch, *c.sizes, *c.reach,
-        BM=BM, BN=BN, **c.flags, **c.terms, **_resources(use),
-    )  # fmt: skip
+# Bits of the operands a .. e in `wants`.
+A, B_, C, D, E = (1 << n for n in range(5))
+
+
+def _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale):
+    call = _Call(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale)
+    out, lse = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
+    call.launch("forward", grid, [q, k, v, out, lse], [q, k, v, out], [call.reach])
     return out, lse
 
 
-def _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs,
-              origin, causal, pot, window, q_offset, scale, wants):  # fmt: skip
-    c = _Call(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin,
-        causal, pot,
-              window, q_offset, scale)  # fmt: skip
-    wanted = {name for bit, name in enumerate(GRADS) if wants >> bit & 1}
+def _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, wants):
+    call = _Call(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale)
     if do.stride(-1) != 1:
         do = do.contiguous()
-    kernels = _kernels()
     dq, dk, dv = _like(q), _like(k), _like(v)
     delta = torch.empty_like(lse)
+    grad = bool(wants)
 
     def maybe(needed: bool, *shape: int) -> Tensor:
-        return lse.new_empty(shape) if wanted and needed else delta  # a pointer that is never written through
+        return lse.new_empty(shape) if grad and needed else delta  # a pointer that is never written through
 
-    by_query = maybe(pot == 2 or (pot == 1 and not causal), *lse.shape)
-    by_gate, by_rho = maybe(c.gated, *lse.shape), maybe(c.K > 0, *lse.shape)
+    gated = c is not None and kind in (POTENTIAL, LOG)
+    knots = kind == PROFILE and c.numel() > 0
+    rank = (b.shape[0],) if kind == BANK else ()
+    by_query = maybe(kind in (LOG, BANK) or (kind == POTENTIAL and not causal), *lse.shape, *rank)
+    by_gate = maybe(gated, *lse.shape)
     # With slopes and linear potentials, what backward_k needs of a row is relative to the row's block here.
-    local = torch.empty_like(lse) if c.terms["CANCEL"] and (pot == 1 or slopes is not None) else lse
-    BM, BN, *_ = use = _blocks("backward_q", q)
-    kernels.backward_q[(-(-c.Tq // BM), c.B * c.H)](
-        q, k, v, out, do, lse, local, delta, dq, by_query, by_gate, by_rho, *c.tensors, *_strides(q, k, v, out, do, dq),
-        *c.batch, *c.sizes, scale, *c.reach,
-        BM=BM, BN=BN, **c.flags, **c.terms, GRAD=bool(wanted), **_resources(use),
+    local = torch.empty_like(lse) if call.flags["CANCEL"] and kind in (SLOPE, POTENTIAL) else lse
+    QM = call.blocks("backward_q")[0]
+    call.launch(
+        "backward_q", (-(-call.Tq // QM), call.B * call.H),
+        [q, k, v, out, do, lse, local, delta, dq, by_query, by_gate], [q, k, v, out, do, dq],
+        [scale, call.reach], GRAD=grad,
     )  # fmt: skip
-
-    QM = BM
-    BM, BN, *_ = use = _blocks("backward_k", q)
+    BM, BN, *_ = call.blocks("backward_k")
     assert QM % BM == 0
-    blocks = -(-c.Tk // BN)
-    key = maybe(True, c.B, c.H, c.Tk)
-    key_rate = maybe(rate is not None, c.B, c.H, c.Tk)
-    pieces = lse.new_zeros(c.B, c.H, blocks, 2, c.K + 1) if wanted and c.K else delta
-    kernels.backward_k[(blocks, c.B * k.shape[1])](
-        q, k, v, do, local, delta, dk, dv, key, key_rate, pieces, *c.tensors, *_strides(q, k, v, do, dk, dv), *c.batch,
-        *c.sizes, scale, *c.reach,
-        BM=BM, BN=BN, QM=QM, **c.flags, **c.terms, KEYGRAD=bool(wanted), **_resources(use),
+    by_key = maybe(True, call.B, call.H, call.Tk)
+    by_rate = maybe(kind == PROFILE and not knots, call.B, call.H, call.Tk)
+    call.launch(
+        "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
+        [q, k, v, do, local, delta, dk, dv, by_key, by_rate], [q, k, v, do, dk, dv],
+        [scale, call.reach], GRAD=grad, QM=QM,
     )  # fmt: skip
 
-    grads: dict[str, Tensor] = {}
-    if "slopes" in wanted:
-        grads["slopes"] = -key.sum((0, 2))
-    if pot:
-        factor = 1 if pot == 1 else 2
-        if "sq" in wanted:  # the causal linear form has none: it is constant along a row
-            by_query = by_query if gate is None else by_query * gate
-            grads["sq"] = torch.zeros_like(lse) if pot == 1 and causal else -factor * by_query
-        if "sk" in wanted:
-            key = key if gate is None else key * LN2  # the kernels' gates are times log2(e)
-            grads["sk"] = key if pot == 1 else factor * key
-        if "gate" in wanted:
-            grads["gate"] = by_gate if pot == 1 else LN2 * by_gate
-        for name, of in (("sq", sq), ("sk", sk), ("gate", gate)):
-            if name in grads and of.shape[0] == 1 and c.B > 1:
-                grads[name] = grads[name].sum(0, keepdim=True)
-    if rate is not None and wanted:
-        # In the kernels u = log2(1 + rate d) * (rho ln 2), and slopes are times log2(e).
-        if c.K:
-            per_head = pieces.sum((0, 2))
-            grads["pslope"], grads["poffset"] = per_head[:, 0].clone(), per_head[:, 1].clone()
-            by_rho = by_rho.sum(1) * (LN2 * LN2)
-        else:
-            grads["pslope"] = key.sum((0, 2))[:, None]
-            grads["poffset"] = torch.zeros_like(poffset)
-        if "rate" in wanted:
-            of_rate = key_rate.sum((0, 2))
-            of_rate = of_rate if c.K else of_rate * pslope[:, 0] * LOG2E
-            of_rate = of_rate.sum(0, keepdim=True) if rate.numel() == 1 else of_rate
-            grads["rate"] = of_rate / rate.clamp(min=1e-12)
-        if "rho" in wanted:
-            assert c.K  # without knots `unsupported` refuses it
-            grads["rho"] = by_rho.sum(0, keepdim=True) if rho.shape[0] == 1 and c.B > 1 else by_rho
-    if "values" in wanted:
-        grads["values"] = _distance_gradient(c, do, lse, delta, key, values, origin, causal, window, docs)
+    grads: dict[int, Tensor] = {}
+    inputs = [q, k, v, do, lse, delta]
+    if kind == SLOPE and wants:
+        grads[A] = -by_key.sum((0, 2))
+    elif kind in (POTENTIAL, LOG):
+        factor = 1 if kind == POTENTIAL else 2
+        if wants & A:  # the causal linear form has none: it is constant along a row
+            by_query = by_query if c is None else by_query * c
+            grads[A] = torch.zeros_like(lse) if kind == POTENTIAL and causal else -factor * by_query
+        grads[B_] = by_key if factor == 1 else factor * by_key
+        # by_gate of the logarithm is in units of log 2.
+        grads[C] = by_gate if kind == POTENTIAL else by_gate / LOG2E
+        for bit, of in ((A, a), (B_, b), (C, c)):
+            if wants & bit and of.shape[0] == 1 and call.B > 1:
+                grads[bit] = grads[bit].sum(0, keepdim=True)
+    elif knots and wants:
+        grads = _profile_gradients(call, inputs, a, b)
+    elif kind == PROFILE and wants:
+        grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
+        of_rate = by_rate.sum((0, 2)) * d[:, 0]
+        grads[A] = (of_rate if a.numel() > 1 else of_rate.sum(0, keepdim=True)) / a.clamp(min=1e-12)
+    elif kind == DISTANCE and wants:
+        grads[A] = _distance_gradient(call, inputs, by_key, a, (BM, BN))
+    elif kind == BANK:
+        if wants & A:
+            grads[A] = by_query.sum(0, keepdim=True) if a.shape[0] == 1 and call.B > 1 else by_query
+        if wants & B_:
+            grads[B_] = _bank_gradient(call, inputs, b)
     # An operator's results may not be one tensor twice, nor one of its inputs.
-    return (dq, dk, dv, *[grads[name] if name in wanted else lse.new_empty(0) for name in GRADS])
+    return (dq, dk, dv, *[grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E)])
 
 
-def _distance_gradient(c: _Call, do, lse, delta, far, values, origin, causal, window, docs) -> Tensor:
-    q, k, v = c.q, c.k, c.v
-    n, *_ = use = _blocks("backward_distance", q)
-    reach = values.shape[1] - 1 - origin
+def _profile_gradients(call: _Call, inputs: list[Tensor], rate: Tensor, rho: Tensor) -> dict[int, Tensor]:
+    lse, B, H = inputs[4], call.B, call.H
+    blocks = -(-call.Tq // call.blocks("backward_profile")[0])
+    each = rho.shape[0] > 1 or call.flags["META"]  # u, or the mask, differs by batch entry
+    shares = B if each else min(B, -(-PROGRAMS // (blocks * H)))
+    pieces = lse.new_zeros(shares, H, blocks, 2, call.flags["KNOTS"] + 1)
+    by_rho, by_rate = lse.new_empty(shares, H, call.Tq), lse.new_empty(shares, H, blocks)
+    call.launch("backward_profile", (blocks, H * shares), [*inputs, pieces, by_rho, by_rate], inputs[:4],
+                [call.reach, B])  # fmt: skip
+    pieces = pieces.sum((0, 2))
+    of_rate = by_rate.sum((0, 2))
+    return {
+        A: of_rate if rate.numel() > 1 else of_rate.sum(0, keepdim=True),
+        B_: by_rho.sum(1) if rho.shape[0] > 1 else by_rho.sum((0, 1))[None],
+        D: pieces[:, 0].clone(),
+        E: pieces[:, 1].clone(),
+    }
+
+
+def _diagonals(call: _Call, kernel: str, last: int) -> tuple[int, int, int, int]:
+    """Size of a block; block diagonals before the main one and in all, for distances up to `last`; shares of each."""
+    n = call.blocks(kernel)[0]
+    before = 0 if call.flags["CAUSAL"] else -(-call.Tk // n)
+    count = -(-last // n) + 1 + before
+    rows = call.B * -(-call.Tq // n) * (call.H if call.kind == BANK else 1)
+    owners = count * (1 if call.kind == BANK else call.H)
+    return n, before, count, max(1, min(rows, -(-PROGRAMS // owners)))
+
+
+def _by_distance(x: Tensor, n: int) -> Tensor:
+    """What `_slide` left of each block diagonal, [diagonals, 2 n, ...], as one line of distances that begins n before
+    the first diagonal: neighbours overlap by n."""
+    line = x.new_zeros(x.shape[0] + 1, n, *x.shape[2:])
+    line[:-1] += x[:, :n]
+    line[1:] += x[:, n:]
+    return line.flatten(0, 1)
+
+
+def _distance_gradient(call: _Call, inputs: list[Tensor], far: Tensor, values: Tensor, tile) -> Tensor:
+    lse, origin, reach = inputs[4], call.origin, call.reach
     # Tiles that lie wholly beyond the reach were summed by backward_k, unless masks kept it from telling them apart.
-    everything = not causal or docs is not None or window > 0
-    tile = _blocks("backward_k", q)
-    last = c.Tk - 1 if everything else min(reach + tile[0] + tile[1], c.Tk - 1)
-    first = 0 if causal else -(-c.Tk // n)
-    diagonals = -(-(last + n) // n) + first
-    blocks = c.B * -(-c.Tq // n)
-    shares = max(1, min(blocks, -(-1056 // (c.H * diagonals))))
-    out = lse.new_empty(shares, c.H, diagonals, 2, n)
-    scratch = lse.new_empty(shares * c.H * diagonals, n, n)
-    strip, zero, length, per_head = c.strip
-    _kernels().backward_distance[(diagonals, c.H * shares)](
-        q, k, v, do, lse, delta, out, scratch, *c.mask, strip, *_strides(q, k, v, do),
-        c.B, *c.sizes, reach, zero, length, per_head, -first, BM=n, KM=0 if everything else tile[0], KN=tile[1],
-        **c.flags,
-        **_resources(use),
-    )  # fmt: skip
-    halves = out.sum(0)  # entry x of diagonal block m is distance m * n + x - (n - 1)
-    sums = lse.new_zeros(c.H, diagonals + 1, n)
-    sums[:, :-1] += halves[:, :, 0]
-    sums[:, 1:] += halves[:, :, 1]
-    sums = sums.flatten(1)  # column x is distance x - first * n - (n - 1)
-    shift = first * n + n - 1  # column of distance 0
-    low, high = shift - origin, shift + reach  # columns of the first and last entry of the table
-    size = values.shape[1]
-    grad = lse.new_zeros(c.H, size)
+    everything = not call.flags["CAUSAL"] or call.flags["DOCS"] or call.flags["WINDOW"] > 0
+    last = call.Tk - 1 if everything else min(reach + tile[0] + tile[1], call.Tk - 1)
+    n, before, count, shares = _diagonals(call, "backward_distance", last)
+    out = lse.new_empty(shares, call.H, count, 2 * n)
+    call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4],
+                [reach, call.B, -before], QM=0 if everything else tile[0], QN=tile[1])  # fmt: skip
+    sums = _by_distance(out.sum(0).permute(1, 2, 0), n).T  # [H, distances]
+    zero = (before + 1) * n  # column of distance 0
+    low, high = zero - origin, zero + reach  # columns of the first and last entry of the table
+    grad = lse.new_zeros(call.H, values.shape[1])
     start, stop = max(low, 0), min(high, sums.shape[1])
     if stop > start:
         grad[:, start - low : stop - low] = sums[:, start:stop]
@@ -335,75 +326,105 @@ def _distance_gradient(c: _Call, do, lse, delta, far, values, origin, causal, wi
     return grad
 
 
+def _bank_gradient(call: _Call, inputs: list[Tensor], bank: Tensor) -> Tensor:
+    size = min(bank.shape[1], call.Tk)
+    n, before, count, shares = _diagonals(call, "backward_bank", size - 1)
+    out = inputs[4].new_empty(shares, count, 2 * n, call.flags["RP"])
+    call.launch("backward_bank", (count, shares), [*inputs, out], inputs[:4], [call.reach, call.B, -before])
+    line = _by_distance(out.sum(0), n)[(before + 1) * n :][:size, : bank.shape[0]]
+    grad = torch.zeros_like(bank)
+    grad[:, : line.shape[0]] = line.T
+    return grad
+
+
 _T = Tensor
 _O = Optional[Tensor]  # noqa: UP045 - the operator's schema is read from it
 
 
 @torch.library.custom_op("relpos::attend", mutates_args=())
-def _attend(q: _T, k: _T, v: _T, slopes: _O, sq: _O, sk: _O, gate: _O, rate: _O, rho: _O, knots: _O, pslope: _O,
-            poffset: _O, values: _O, strip: _O, meta: _O, docs: _O, origin: int, causal: bool, pot: int, window: int,
-            q_offset: int,
-            scale: float) -> tuple[_T, _T]:  # fmt: skip
-    return _forward(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs,
-    origin, causal,
-                    pot, window, q_offset, scale)  # fmt: skip
+def _attend(q: _T, k: _T, v: _T, a: _O, b: _O, c: _O, d: _O, e: _O, meta: _O, docs: _O, kind: int, origin: int,
+            causal: bool, window: int, q_offset: int, scale: float) -> tuple[_T, _T]:  # fmt: skip
+    return _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale)
 
 
 @_attend.register_fake
-def _(q, k, v, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin, causal,
-pot, window,
-      q_offset, scale):  # fmt: skip
+def _(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale):
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("relpos::attend_backward", mutates_args=())
-def _attend_backward(do: _T, q: _T, k: _T, v: _T, out: _T, lse: _T, slopes: _O, sq: _O, sk: _O, gate: _O,
-                     rate: _O, rho: _O, knots: _O, pslope: _O, poffset: _O, values: _O, strip: _O, meta: _O,
-                     docs: _O, origin: int,
-                     causal: bool, pot: int, window: int, q_offset: int, scale: float, wants: int,
-                     ) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
-    return _backward(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip,
-    meta,
-                     docs, origin, causal, pot, window, q_offset, scale, wants)  # fmt: skip
+def _attend_backward(do: _T, q: _T, k: _T, v: _T, out: _T, lse: _T, a: _O, b: _O, c: _O, d: _O, e: _O, meta: _O,
+                     docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int, scale: float,
+                     wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
+    return _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale,
+                     wants)  # fmt: skip
 
 
 @_attend_backward.register_fake
-def _(do, q, k, v, out, lse, slopes, sq, sk, gate, rate, rho, knots, pslope, poffset, values, strip, meta, docs, origin,
-      causal, pot, window, q_offset, scale, wants):  # fmt: skip
-    given = (slopes, sq, sk, gate, rate, rho, pslope, poffset, values)
-    return (
-        _like(q), _like(k), _like(v),
-        *[lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate(given)],
-    )  # fmt: skip
+def _(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, wants):
+    terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e))]
+    return (_like(q), _like(k), _like(v), *terms)
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:16])
-    ctx.scalars = inputs[16:22]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:10])
+    ctx.scalars = inputs[10:]
 
 
-def _gradients(ctx, do, _lse):
+def _gradients(ctx, do, _lse, backward=_attend_backward):
     needs = ctx.needs_input_grad
-    slots = (3, 4, 5, 6, 7, 8, 10, 11, 12)  # where GRADS stand among the operator's arguments
-    wants = sum(1 << bit for bit, slot in enumerate(slots) if needs[slot])
-    dq, dk, dv, *grads = _attend_backward(do, *ctx.saved_tensors, *ctx.scalars, wants)
-    by_slot = dict(zip(slots, grads, strict=True))
-    return (dq, dk, dv, *[by_slot.get(n) if needs[n] else None for n in range(3, 22)])
+    wants = sum(1 << bit for bit in range(5) if needs[3 + bit])
+    dq, dk, dv, *grads = backward(do, *ctx.saved_tensors, *ctx.scalars, wants)
+    return (dq, dk, dv, *[x if needs[3 + n] else None for n, x in enumerate(grads)], *[None] * 8)
 
 
 _attend.register_autograd(_gradients, setup_context=_save)
+
+
+class _Eager(torch.autograd.Function):
+    """The same operation without the dispatcher, which costs more than the kernels on short texts."""
+
+    forward = staticmethod(_forward)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx, do, _lse):
+        return (None,) * 16 if do is None else _gradients(ctx, do, None, _backward)
 
 
 def _flat(x: Tensor) -> Tensor:
     return x.float().contiguous()
 
 
+def _operands(terms: list[Term]) -> tuple[list[Tensor | None], int, int]:
+    """The kernels' operands a .. e, the kind and the origin."""
+    term = terms[0] if terms else None
+    given: list[Tensor] = []
+    kind = origin = 0
+    if isinstance(term, Slope):
+        kind, given = SLOPE, [term.slopes]
+    elif isinstance(term, Potential):
+        kind = LOG if term.log else POTENTIAL
+        given = [term.query, term.key, *([] if term.gate is None else [term.gate])]
+    elif isinstance(term, Profile):
+        kind, given = PROFILE, [term.rate.reshape(-1), term.rho, term.knots, term.slope, term.offset]
+    elif isinstance(term, Distance):
+        kind, given, origin = DISTANCE, [term.values], term.origin
+    elif isinstance(term, Bank):
+        kind, given = BANK, [term.query, term.bank]
+    return [*map(_flat, given), *[None] * (5 - len(given))], kind, origin
+
+
 def _sorted_by(mask: Tensor) -> tuple[Tensor, Tensor]:
     """The order that brings the True entries of mask [B, T] to the front, and its inverse."""
     order = torch.sort((~mask).to(torch.uint8), dim=-1, stable=True).indices
-    inverse = torch.empty_like(order).scatter_(-1, order, torch.arange(mask.shape[1],
-        device=mask.device).expand_as(order))
-    return order, inverse
+    places = torch.arange(mask.shape[1], device=mask.device).expand_as(order)
+    return order, torch.empty_like(order).scatter_(-1, order, places)
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:
@@ -440,41 +461,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, s
         number = torch.bucketize(torch.arange(layout.Tk, device=q.device), layout.cu_seqlens, right=True)
         docs = torch.stack((borders[number - 1], borders[number])).contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-
-    given: dict[str, Tensor | None] = dict.fromkeys(
-        ("slopes", "sq", "sk", "gate", "rate", "rho", "knots", "pslope", "poffset", "values", "strip")
-    )
-    origin = pot = 0
-    for term in terms:
-        if isinstance(term, Slope):
-            given["slopes"] = _flat(term.slopes)
-        elif isinstance(term, Potential):
-            pot = 2 if term.log else 1
-            given["sq"], given["sk"] = _flat(term.query), _flat(term.key)
-            given["gate"] = None if term.gate is None else _flat(term.gate)
-        elif isinstance(term, Profile):
-            rate = given["rate"] = _flat(term.rate.reshape(-1))
-            given["rho"], given["knots"] = _flat(term.rho), _flat(term.knots)
-            given["pslope"], given["poffset"] = _flat(term.slope), _flat(term.offset)
-            d = torch.arange(0 if layout.causal else 1 - layout.Tk, layout.Tk, device=q.device).abs()
-            logs = torch.log1p(rate[:, None] * d) * LOG2E
-            # A rate that all heads share (knots follow) can afford float32: one strip serves them all.
-            dtype = torch.float32 if logs.shape[0] == 1 else q.dtype
-            given["strip"] = _strip(logs, 0 if layout.causal else layout.Tk - 1, layout.causal, layout.Tk, dtype)
-        elif isinstance(term, Distance):
-            values, origin = _flat(term.values), term.origin
-            given["values"] = values
-            given["strip"] = _strip(values * LOG2E, origin, layout.causal, layout.Tk, q.dtype)
+    given, kind, origin = _operands(terms)
+    run = _attend if torch.compiler.is_compiling() else _Eager.apply
     start = 0 if isinstance(offset, Tensor) else int(offset)
-    out, _ = _attend(
-        q, k, v, *given.values(), meta, docs, origin, layout.causal, pot, layout.window or 0, start, float(scale)
-    )
+    out, _ = run(q, k, v, *given, meta, docs, kind, origin, layout.causal, layout.window or 0, start, float(scale))
     if back is not None and real is not None:
         out = _take(out, back).masked_fill(~real[:, None, :, None], 0)
     return out
 
 
 def _reorder(term: Term, q_order: Tensor, order: Tensor, B: int) -> Term:
+    """A term whose tokens are in another order; what belongs to distances stays."""
     if isinstance(term, Potential):
         return replace(
             term,
@@ -484,4 +481,6 @@ def _reorder(term: Term, q_order: Tensor, order: Tensor, B: int) -> Term:
         )
     if isinstance(term, Profile):
         return replace(term, rho=term.rho.expand(B, -1).gather(1, q_order))
+    if isinstance(term, Bank):
+        return replace(term, query=_take(term.query.expand(B, -1, -1, -1), q_order))
     return term

@@ -52,7 +52,6 @@ def _kernel() -> Any:
     return turn
 
 
-@torch.library.custom_op("relpos::turn", mutates_args=())
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
     """x [B,H,T,D] turned by cos and sin [1 or B, T, R], or back."""
     B, H, T, D = x.shape
@@ -66,23 +65,18 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
     return y
 
 
-@_turn.register_fake
-def _(x, cos, sin, interleaved, back):
-    B, H, T, D = x.shape
-    return x.new_empty(B, T, H, D).transpose(1, 2)
+class _Turn(torch.autograd.Function):
+    forward = staticmethod(_turn)
 
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(inputs[1], inputs[2])
+        ctx.interleaved, ctx.back = inputs[3:]
 
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[1], inputs[2])
-    ctx.interleaved, ctx.back = inputs[3:]
-
-
-def _gradient(ctx, dy):
-    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    return _turn(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
-
-
-_turn.register_autograd(_gradient, setup_context=_save)
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        return _turn(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -91,7 +85,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     kernel = (x.is_cuda or interpreted()) and not learned and x.dtype != torch.float64
     if not kernel or torch.compiler.is_compiling() or x.stride(-1) != 1:
         return reference.rotate(x, cos, sin, interleaved)
-    return _turn(x, cos.float().contiguous(), sin.float().contiguous(), interleaved, False)
+    return _Turn.apply(x, cos.float().contiguous(), sin.float().contiguous(), interleaved, False)
 
 
 def apply_rotation(q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from relpos.encodings.base import Encoding, wide
+from relpos.encodings.base import Encoding, constant, wide
 from relpos.terms import Context, Slope, Term
 
 
@@ -55,4 +55,4 @@ class ALiBi(Encoding):
         if self.slopes is not None:
             return [Slope(wide(self.slopes))]
         values = slope_values(self.heads, self.rule)
-        return [Slope(torch.tensor(values, dtype=ctx.dtype, device=ctx.layout.device))]
+        return [Slope(constant(values, ctx.dtype, ctx.layout.device))]

@@ -6,6 +6,8 @@ defaults; the registry reads them from the signature to parse `"name:option=valu
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -128,6 +130,21 @@ def running_sum(steps: Tensor, layout: Layout, past: Tensor | None = None) -> Te
         -1, starts[:, None].expand(*total.shape[:2], T)
     )
     return (total - before).to(steps.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a tensor made in inference mode could not serve training later
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
+def constant(values: Iterable[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A short tensor of numbers that are the same in every call, not to be written to. It is kept: sending it to a GPU
+    would make the host wait for all that is queued there."""
+    values = tuple(values)
+    if torch.compiler.is_compiling() or device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return _kept(values, dtype, device)
 
 
 def wide(x: Tensor) -> Tensor:

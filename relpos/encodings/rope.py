@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from relpos.encodings.base import Encoding
+from relpos.encodings.base import Encoding, constant
 from relpos.terms import Context, Layout, Rotation
 
 # Which options a scaling reads; `factor` is required wherever it is read, except by longrope with an attention_factor.
@@ -209,7 +209,7 @@ class RoPE(Encoding):
         """[1 or B, 1 or Tk, R]."""
 
         def tensor(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=layout.device)[None, None]
+            return constant(values, dtype, layout.device)[None, None]
 
         plain = self.plain()
         if self.scaling == "linear":

@@ -7,10 +7,9 @@ The constant `-D/2` cancels in the softmax and makes the bias 0 at distance 0.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from relpos.encodings.base import DistanceEncoding
+from relpos.encodings.base import DistanceEncoding, constant
 
 
 class Sandwich(DistanceEncoding):
@@ -24,9 +23,6 @@ class Sandwich(DistanceEncoding):
         self.dim, self.formula = dim, f"H / (8h) * sum_t (cos(d 10000^(-2t/{dim})) - 1)"
 
     def by_distance(self, d: Tensor) -> Tensor:
-        def constants(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=d.dtype, device=d.device)
-
-        w = constants([10000.0 ** (-2 * t / self.dim) for t in range(self.dim // 2)])
-        strength = constants([self.heads / (8 * h) for h in range(1, self.heads + 1)])
+        w = constant([10000.0 ** (-2 * t / self.dim) for t in range(self.dim // 2)], d.dtype, d.device)
+        strength = constant([self.heads / (8 * h) for h in range(1, self.heads + 1)], d.dtype, d.device)
         return strength.view(-1, *[1] * d.dim()) * ((d[..., None] * w).cos() - 1).sum(-1)

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from relpos.encodings.base import Encoding
+from relpos.encodings.base import Encoding, constant
 
 
 class Sinusoidal(Encoding):
@@ -46,7 +46,7 @@ class Sinusoidal(Encoding):
         return [10000.0 ** (-t / last) for t in range(half)]
 
     def embed(self, positions: Tensor) -> Tensor:
-        w = torch.tensor(self.frequencies(), device=positions.device)
+        w = constant(self.frequencies(), torch.float32, positions.device)
         angles = positions[..., None].to(w.dtype) * w
         parts = (angles.sin(), angles.cos())
         vector = torch.stack(parts, -1).flatten(-2) if self.layout == "interleaved" else torch.cat(parts, -1)

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from relpos.encodings.base import Encoding, wide
+from relpos.encodings.base import Encoding, constant, wide
 from relpos.errors import UserError
 from relpos.terms import Context, Distance, Layout, Term
 
@@ -79,6 +79,8 @@ class T5(Encoding):
         )
         self.require(clip >= 1, f"clip must be at least 1, not {clip}")
         self.require(std >= 0, f"std must not be negative, not {std}")
+        # Of a causal model, and of each direction of a bidirectional one.
+        self.borders = {n: borders(n, max_distance) for n in (buckets, buckets // 2) if n >= 2}
         self.table = nn.Parameter(torch.empty(buckets if form == "bucketed" else 2 * clip + 1, heads))
 
     def reset_parameters(self) -> None:
@@ -97,7 +99,7 @@ class T5(Encoding):
         if self.form == "clipped":
             return d.clamp(-self.clip, self.clip) + self.clip
         side = self.buckets if causal else self.buckets // 2
-        first = torch.tensor(borders(side, self.max_distance), device=d.device)
+        first = constant(self.borders[side], torch.int64, d.device)
         if causal:
             return torch.bucketize(d.clamp(min=0), first, right=True)
         return torch.bucketize(d.abs(), first, right=True) + side * (d < 0)
@@ -111,7 +113,7 @@ class T5(Encoding):
         if self.form == "clipped":
             reach = self.clip
         else:
-            reach = borders(self.buckets if layout.causal else self.buckets // 2, self.max_distance)[-1]
+            reach = self.borders[self.buckets if layout.causal else self.buckets // 2][-1]
         n = min(layout.Tk, reach + 1)
         origin = 0 if layout.causal else n - 1
         return [Distance(formula(torch.arange(-origin, n, device=layout.device)), origin, formula)]

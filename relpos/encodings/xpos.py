@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from relpos.encodings.base import Encoding
+from relpos.encodings.base import Encoding, constant
 from relpos.errors import UserError
 from relpos.terms import Context, Layout, Rotation
 
@@ -59,9 +59,9 @@ class XPos(Encoding):
     def rotate(self, ctx: Context) -> Rotation:
         layout, D = ctx.layout, self.head_dim
         pairs = range(D // 2)
-        w = torch.tensor([self.base ** (-2 * t / D) for t in pairs], dtype=ctx.dtype, device=layout.device)
+        w = constant([self.base ** (-2 * t / D) for t in pairs], ctx.dtype, layout.device)
         decay = [math.log((2 * t + 0.4 * D) / (1.4 * D)) / self.scale_base for t in pairs]
-        shrink = torch.tensor(decay, dtype=ctx.dtype, device=layout.device)
+        shrink = constant(decay, ctx.dtype, layout.device)
 
         def turn(positions: torch.Tensor, direction: int) -> tuple[torch.Tensor, torch.Tensor]:
             p = positions[..., None].to(ctx.dtype)

@@ -540,7 +540,8 @@ def capture(
     from relpos.capture.model import capture_run
 
     made = capture_run(run, out, text=text, layers=layers, length=length, content=content, half=half, note=note)
-    print(f"{out}: {made.title}, {made.length} tokens, layers {', '.join(map(str, made.layers))} of {made.num_layers}")
+    held = f"layer{'s' * (len(made.layers) > 1)} {', '.join(map(str, made.layers))} (0 to {made.num_layers - 1})"
+    print(f"{out}: {made.title}, {made.length} tokens, {held}")
 
 
 # Study and explorer ---------------------------------------------------------------------------------------------------

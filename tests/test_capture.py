@@ -397,7 +397,7 @@ def test_the_command(tmp_path, capsys):
         relpos_cli.main(
             ["capture", str(folder), "--text", str(text), "--layers", "all", "--length", "64", "--out", str(out)]
         )
-    assert stop.value.code == 0 and "layers 0, 1 of 2" in capsys.readouterr().out
+    assert stop.value.code == 0 and "layers 0, 1 (0 to 1)" in capsys.readouterr().out
     held = capture.load(out)
     assert held.length == 64 and held.provenance["text"] == "words.txt" and set(held.layers) == {0, 1}
     with pytest.raises(SystemExit) as stop:

@@ -365,6 +365,9 @@ def _through_transformers(folder: Path) -> Tokenizer:
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{folder} holds no tokenizer (tokenizer.json, or vocab.json + merges.txt): {first}") from None
+    # A folder with a model and no tokenizer files can give an empty tokenizer of the model's kind.
+    if len(tokenizer) < 32 or not tokenizer("a text")["input_ids"]:
+        raise UserError(f"{folder} holds no tokenizer (tokenizer.json, or vocab.json + merges.txt)")
     with tempfile.TemporaryDirectory() as temporary:
         tokenizer.save_pretrained(temporary)
         if not os.path.isfile(os.path.join(temporary, "tokenizer.json")):

@@ -75,8 +75,9 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        cos, sin = ctx.saved_tensors
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        return _turn(dy, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
+        return _turn(dy, cos, sin, ctx.interleaved, not ctx.back), None, None, None, None
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -1,4 +1,5 @@
-"""Renew the generated parts of the docs: the README's table of encodings, the gallery of docs/figures.md, the study.
+"""Renew the generated parts of the docs: the README's table of encodings, the gallery of docs/figures.md, the study,
+the speed of attention.
 
 python docs/generate.py             text and pictures (`make docs`)
 python docs/generate.py --check     says whether the text is current
@@ -16,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # works from the source tree too
 
-import study_page  # noqa: E402  beside this file
+import attention_page  # noqa: E402  beside this file
+import study_page  # noqa: E402
 
 from relpos import capture, encodings, figures  # noqa: E402
 from relpos.capture.model import capture_run  # noqa: E402
@@ -77,6 +79,7 @@ PARTS = {
     "README.md": {"encodings": markdown_table},
     "docs/figures.md": {"ranges": ranges, "gallery": gallery},
     "docs/study.md": {"study": study_page.page},
+    "docs/attention.md": {"speed": attention_page.page},
 }
 
 
@@ -95,6 +98,7 @@ def pictures() -> None:
         figures.figure(file).savefig(IMAGES / f"{file.stem}.png", dpi=64)
     figures.figure().savefig(IMAGES / "encodings.png", dpi=75)
     study_page.pictures()
+    attention_page.picture()
 
 
 def captures(runs: Path, step: int | None) -> None:

@@ -26,7 +26,7 @@ from relpos.terms import Bank, Distance, Layout, Potential, Profile, Slope, Term
 LOG2E = math.log2(math.e)
 PROGRAMS = 1056  # enough to fill a large GPU several times over
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
-KNOTTED = 7  # to the host, a profile with knots
+KNOTTED, GATED = 7, 8  # to the host alone: a profile with knots, a linear potential with a gate
 
 
 @functools.cache
@@ -103,17 +103,16 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
     "backward_k": ((32, 64, 4, 3, 128), (32, 64, 4, 2, 0)),
     "backward_distance": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     "backward_bank": ((64, 64, 4, 2, 0), (64, 64, 4, 1, 0)),
-    "backward_profile": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
 }
 
 
 # Kinds that need more registers than most: with heads of up to 64 features, theirs.
 _WIDE: dict[tuple[str, int], Blocks] = {
-    ("backward_k", POTENTIAL): (32, 64, 4, 3, 168),
+    ("backward_k", GATED): (32, 64, 4, 3, 168),
     ("backward_k", PROFILE): (32, 64, 4, 3, 168),
-    ("forward", KNOTTED): (64, 64, 4, 2, 168),
-    ("backward_q", KNOTTED): (64, 64, 4, 2, 0),
-    ("backward_k", KNOTTED): (32, 64, 4, 2, 168),
+    ("forward", KNOTTED): (64, 64, 4, 3, 168),
+    ("backward_q", KNOTTED): (64, 64, 4, 3, 0),
+    ("backward_k", KNOTTED): (32, 64, 4, 3, 168),
     ("forward", BANK): (64, 64, 4, 3, 0),
     ("backward_q", BANK): (64, 64, 4, 2, 0),
     ("backward_k", BANK): (64, 64, 4, 2, 0),
@@ -172,8 +171,8 @@ class _Call:
         )  # fmt: skip
 
     def blocks(self, kernel: str) -> Blocks:
-        kind = KNOTTED if self.kind == PROFILE and self.flags["KNOTS"] else self.kind
-        return _blocks(kernel, self.q, kind)
+        knots, gated = self.flags.get("KNOTS"), self.kind == POTENTIAL and self.flags["GATED"]
+        return _blocks(kernel, self.q, KNOTTED if knots else GATED if gated else self.kind)
 
     def launch(self, kernel: str, grid: tuple[int, int], outs: list, strided: list[Tensor], scalars: list, **flags):
         """Tensors the kernel reads and writes, the term, strides of those with four dimensions, sizes, what is its own,
@@ -214,7 +213,7 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, ca
     gated = c is not None and kind in (POTENTIAL, LOG)
     knots = kind == PROFILE and c.numel() > 0
     rank = (b.shape[0],) if kind == BANK else ()
-    by_query = maybe(kind in (LOG, BANK) or (kind == POTENTIAL and not causal), *lse.shape, *rank)
+    by_query = maybe(kind in (LOG, BANK) or knots or (kind == POTENTIAL and not causal), *lse.shape, *rank)
     by_gate = maybe(gated, *lse.shape)
     # With slopes and linear potentials, what backward_k needs of a row is relative to the row's block here.
     local = torch.empty_like(lse) if call.flags["CANCEL"] and kind in (SLOPE, POTENTIAL) else lse
@@ -227,10 +226,11 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, ca
     BM, BN, *_ = call.blocks("backward_k")
     assert QM % BM == 0
     by_key = maybe(True, call.B, call.H, call.Tk)
-    by_rate = maybe(kind == PROFILE and not knots, call.B, call.H, call.Tk)
+    by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tk)
+    pieces = lse.new_zeros(call.B, call.H, -(-call.Tk // BN), 2, c.numel() + 1) if knots and grad else delta
     call.launch(
         "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
-        [q, k, v, do, local, delta, dk, dv, by_key, by_rate], [q, k, v, do, dk, dv],
+        [q, k, v, do, local, delta, dk, dv, by_key, by_rate, pieces], [q, k, v, do, dk, dv],
         [scale, call.reach], GRAD=grad, QM=QM,
     )  # fmt: skip
 
@@ -249,12 +249,16 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, ca
         for bit, of in ((A, a), (B_, b), (C, c)):
             if wants & bit and of.shape[0] == 1 and call.B > 1:
                 grads[bit] = grads[bit].sum(0, keepdim=True)
-    elif knots and wants:
-        grads = _profile_gradients(call, inputs, a, b)
     elif kind == PROFILE and wants:
-        grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
-        of_rate = by_rate.sum((0, 2)) * d[:, 0]
-        grads[A] = (of_rate if a.numel() > 1 else of_rate.sum(0, keepdim=True)) / a.clamp(min=1e-12)
+        of_rate = by_rate.sum((0, 2))
+        if knots:
+            of_pieces = pieces.sum((0, 2))
+            grads[D], grads[E] = of_pieces[:, 0].clone(), of_pieces[:, 1].clone()
+            grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
+        else:
+            grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
+            of_rate = of_rate * d[:, 0] / a.clamp(min=1e-12)
+        grads[A] = of_rate if a.numel() > 1 else of_rate.sum(0, keepdim=True)
     elif kind == DISTANCE and wants:
         grads[A] = _distance_gradient(call, inputs, by_key, a, (BM, BN))
     elif kind == BANK:
@@ -264,25 +268,6 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, ca
             grads[B_] = _bank_gradient(call, inputs, b)
     # An operator's results may not be one tensor twice, nor one of its inputs.
     return (dq, dk, dv, *[grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E)])
-
-
-def _profile_gradients(call: _Call, inputs: list[Tensor], rate: Tensor, rho: Tensor) -> dict[int, Tensor]:
-    lse, B, H = inputs[4], call.B, call.H
-    blocks = -(-call.Tq // call.blocks("backward_profile")[0])
-    each = rho.shape[0] > 1 or call.flags["META"]  # u, or the mask, differs by batch entry
-    shares = B if each else min(B, -(-PROGRAMS // (blocks * H)))
-    pieces = lse.new_zeros(shares, H, blocks, 2, call.flags["KNOTS"] + 1)
-    by_rho, by_rate = lse.new_empty(shares, H, call.Tq), lse.new_empty(shares, H, blocks)
-    call.launch("backward_profile", (blocks, H * shares), [*inputs, pieces, by_rho, by_rate], inputs[:4],
-                [call.reach, B])  # fmt: skip
-    pieces = pieces.sum((0, 2))
-    of_rate = by_rate.sum((0, 2))
-    return {
-        A: of_rate if rate.numel() > 1 else of_rate.sum(0, keepdim=True),
-        B_: by_rho.sum(1) if rho.shape[0] > 1 else by_rho.sum((0, 1))[None],
-        D: pieces[:, 0].clone(),
-        E: pieces[:, 1].clone(),
-    }
 
 
 def _diagonals(call: _Call, kernel: str, last: int) -> tuple[int, int, int, int]:

@@ -1,9 +1,9 @@
 """Triton kernels: softmax attention with one positional term, forward and backward. They know terms, never an encoding.
 
 Three kernels walk the tiles of the score matrix: `forward` and `backward_q` own a block of queries and walk the keys,
-`backward_k` owns a block of keys and walks the queries. Three more sum what the batch shares and runs along neither
-queries nor keys: `backward_distance` (a table by distance), `backward_bank` (a bank of them) and `backward_profile` (a
-piecewise linear function). Nothing is summed with atomics: whoever owns a sum writes it, so results repeat bit by bit.
+`backward_k` owns a block of keys and walks the queries. Two more sum what the batch shares and runs along neither
+queries nor keys: `backward_distance` (a table by distance) and `backward_bank` (a bank of them). Nothing is summed with
+atomics: whoever owns a sum writes it, so results repeat bit by bit.
 
 What the five term operands `a` .. `e` hold, by KIND (shapes as in relpos/terms.py):
 
@@ -39,6 +39,8 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
+# Of tiles: any; beyond the reach of a table or bank; on one piece of a profile.
+ANY, FAR, PURE = (tl.constexpr(n) for n in range(3))
 
 
 class Flags(NamedTuple):
@@ -251,44 +253,67 @@ def _pieces_in(base, rate, rho_lo, rho_hi, knots, F: tl.constexpr):
 
 
 @triton.jit
-def _profile(u, t, h, r0, r1, KNOTS: tl.constexpr):
-    """The piecewise linear function at u, in log 2 units, and its derivative; of its knots, r0 .. r1-1 may lie among
-    the tile's u. It is continuous, so a knot adds `jump * max(u - knot, 0)`. Four at a time: branches cost too."""
-    p = h * (KNOTS + 1)
-    slope = tl.load(t.d + p + r0) * LOG2E
-    b = tl.load(t.e + p + r0) * LOG2E + slope * u
-    g = u * 0.0 + slope
-    if r1 > r0:  # in most tiles there is none
-        for n in tl.static_range(0, KNOTS, 4):
-            if r0 + n < r1:
-                for x in tl.static_range(4):
-                    k = r0 + n + x
-                    ok = k < r1
-                    knot = tl.load(t.c + k, mask=ok, other=0.0)
-                    jump = tl.load(t.d + p + k + 1, mask=ok, other=0.0) - tl.load(t.d + p + k, mask=ok, other=0.0)
-                    jump *= LOG2E
-                    b += jump * tl.maximum(u - knot, 0.0)
-                    g += tl.where(u > knot, jump, 0.0)
-    return b, g
+def _piece(t, head, r, F: tl.constexpr):
+    """The head with the slope and offset of one piece, in log 2 units."""
+    p = head.h * (F.KNOTS + 1) + r
+    return Head(head.h, tl.load(t.d + p) * LOG2E, head.rate, tl.load(t.e + p) * LOG2E, head.knots)
 
 
 @triton.jit
-def _profile_tile(base, q, head, t, TURNED: tl.constexpr, F: tl.constexpr):
-    """A profile's bias. Where rho is the same for all queries of the tile, the distance alone decides."""
+def _jump(t, h, k, F: tl.constexpr):
+    """By how much the slope changes at knot k."""
+    p = t.d + h * (F.KNOTS + 1) + k
+    return tl.load(p + 1) - tl.load(p)
+
+
+@triton.jit
+def _knots(x, u, t, h, r0, r1, F: tl.constexpr):
+    """x plus what the knots r0 .. r1-1 add to a continuous piecewise linear function at u, in log 2 units."""
+    for k in range(r0, r1):
+        x += _jump(t, h, k, F) * LOG2E * tl.maximum(u - tl.load(t.c + k), 0.0)
+    return x
+
+
+@triton.jit
+def _pure_keys(n0, end, mcol, info, head, t, F: tl.constexpr):
+    """For a block of queries: where the run of tiles that begins at key n0 and has no knots ends, and its piece."""
+    r0, r1 = _pieces_in(mcol - n0, head.rate, info.rho_lo, info.rho_hi, head.knots, F)
+    stop = end
+    if r0 > 0:
+        # The nearest distance whose u is above the last knot below: that of the run's last tile must be farther.
+        x = (tl.load(t.c + r0 - 1) + 1e-6) / (info.rho_lo * 0.99998)
+        near = (tl.exp2(tl.minimum(x * LOG2E, 60.0)) - 1.0) / tl.maximum(head.rate, 1e-30)
+        tiles = tl.ceil((mcol - n0 - F.BN - tl.minimum(near * 1.0001, 1e9)) / F.BN).to(tl.int32)
+        stop = tl.minimum(end, n0 + tl.maximum(tiles, 1) * F.BN)
+    if r1 > r0:
+        stop = n0
+    return stop, r0
+
+
+@triton.jit
+def _add_profile(s, base, q, head, t, TURNED: tl.constexpr, F: tl.constexpr):
+    """Scores plus a profile with knots inside the tile, which of them, and u. Where rho is the same for all queries of
+    the tile, the distance alone decides, and the function is taken of BM + BN - 1 distances only."""
     psi = _psi(base - F.BN + tl.arange(0, F.SPAN), head.rate)
     r0, r1 = _pieces_in(base, head.rate, q.rho_lo, q.rho_hi, head.knots, F)
-    if q.rho_lo == q.rho_hi:
-        line, unused1 = _profile(psi * q.rho_lo, t, head.h, r0, r1, F.KNOTS)
-        b = _spread(line, TURNED, F)
-    else:
-        b, unused2 = _profile(_spread(psi, TURNED, F) * q.rho, t, head.h, r0, r1, F.KNOTS)
-    return b, r0, r1
+    piece = _piece(t, head, r0, F)
+    flat = q.rho_lo == q.rho_hi
+    line = piece.slope * psi
+    line = tl.where(flat, line * q.rho_lo + piece.far, line)
+    line = _knots(line, psi * q.rho_lo, t, head.h, r0, tl.where(flat, r1, r0), F)
+    u = _spread(psi, TURNED, F) * q.rho
+    s += _spread(line, TURNED, F) * tl.where(flat, 1.0, q.rho) + tl.where(flat, 0.0, piece.far)
+    s = _knots(s, u, t, head.h, r0, tl.where(flat, r0, r1), F)
+    return s, u, r0, r1
 
 
 @triton.jit
-def _add_bias(s, base, fi, fj, sj, q, head, t, TURNED: tl.constexpr, FAR: tl.constexpr, F: tl.constexpr):
-    """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`), and a profile's u."""
+def _add_bias(s, base, fi, fj, sj, q, head, t, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
+    """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`). And of a profile: u, and
+    how many knots lie below and up to those of the tile."""
     u = s
+    r0 = 0
+    r1 = 0
     if F.KIND == SLOPE:
         if F.CANCEL:
             s += head.slope * fj
@@ -309,17 +334,16 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, TURNED: tl.constexpr, FAR: tl.con
         log = _log2(gap * gap + 1.0, F.EXACT)
         s -= q.gate * log if F.GATED else log
     if F.KIND == PROFILE:
-        if F.KNOTS == 0:
+        if F.KNOTS == 0 or MODE == PURE:
             u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate), TURNED, F) * q.rho
-            s += head.slope * u
+            s += head.slope * u + head.far
         else:
-            b, r0, r1 = _profile_tile(base, q, head, t, TURNED, F)
-            s += b
+            s, u, r0, r1 = _add_profile(s, base, q, head, t, TURNED, F)
     if F.KIND == DISTANCE:
-        s += head.far if FAR else _spread(_table(base, t, head.h, F), TURNED, F)
-    if F.KIND == BANK and not FAR:
+        s += head.far if MODE == FAR else _spread(_table(base, t, head.h, F), TURNED, F)
+    if F.KIND == BANK and MODE != FAR:
         s += _bank_tile(_bank(base, t, q.mix.dtype, F), q.mix, TURNED, F)
-    return s, u
+    return s, u, r0, r1
 
 
 @triton.jit
@@ -444,7 +468,7 @@ def _range_of_keys(Docs, mcol, klen, Tk, reach, F: tl.constexpr):
 @triton.jit
 def _forward_tiles(
     acc, l, m, q, K, V, k_t, v_t, begin, end, mcol, klen, SK, info, head, t, c2,
-    MASKED: tl.constexpr, FAR: tl.constexpr, F: tl.constexpr,
+    MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, F.BN)
     i = (mcol + tl.arange(0, F.BM))[:, None]
@@ -459,7 +483,7 @@ def _forward_tiles(
         sj = fj
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = tl.load(SK + j, mask=j < klen, other=0.0)[None, :]
-        s, _ = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, False, FAR, F)
+        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, False, MODE, F)
         if MASKED:
             ok2 = _visible(i, j[None, :], klen, j[None, :], info.doc_lo, info.doc_hi, F)
             s = tl.where(ok2, s, float("-inf"))
@@ -501,12 +525,20 @@ def forward(
     SK = TB + b * t_k + h * Tk
     if F.HAS_FAR and F.CAUSAL:
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
-                                   False, True, F)  # fmt: skip
-    if not (F.DOCS or F.WINDOW > 0):
+                                   False, FAR, F)  # fmt: skip
+    if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
+        while begin < full:
+            stop, piece = _pure_keys(begin, full, mcol, info, head, t, F)
+            acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, stop, mcol, klen, SK, info,
+                                       _piece(t, head, piece, F), t, c2, False, PURE, F)  # fmt: skip
+            begin = tl.minimum(stop + F.BN, full)
+            acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, stop, begin, mcol, klen, SK, info, head, t, c2,
+                                       False, ANY, F)  # fmt: skip
+    elif not (F.DOCS or F.WINDOW > 0):
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
-                                   False, False, F)  # fmt: skip
+                                   False, ANY, F)  # fmt: skip
     acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2,
-                               True, False, F)  # fmt: skip
+                               True, ANY, F)  # fmt: skip
 
     l = tl.sum(l, 1)
     empty = l == 0.0
@@ -522,7 +554,7 @@ def forward(
 @triton.jit
 def _backward_q_tiles(
     dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen,
-    SK, info, head, t, c2, MASKED: tl.constexpr, FAR: tl.constexpr, F: tl.constexpr,
+    SK, info, head, t, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, F.BN)
     i = (mcol + tl.arange(0, F.BM))[:, None]
@@ -538,7 +570,7 @@ def _backward_q_tiles(
         sj = fj
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = tl.load(SK + j, mask=j < klen, other=0.0)[None, :]
-        s, _ = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, False, FAR, F)
+        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, False, MODE, F)
         w = tl.exp2(s - lse[:, None])
         if MASKED:
             w = tl.where(_visible(i, j[None, :], klen, j[None, :], info.doc_lo, info.doc_hi, F), w, 0.0)
@@ -564,7 +596,18 @@ def _backward_q_tiles(
                 if F.GATED:
                     by_gate -= _fold(ds * log, F.BM, F.BN)
                     of_gate -= _fold(w * log, F.BM, F.BN)
-            if F.KIND == BANK and not FAR:
+            if F.KIND == PROFILE and F.KNOTS > 0:  # rho's, where S_i stands
+                psi = _spread(_psi(mcol - n0 - F.BN + tl.arange(0, F.SPAN), head.rate), False, F)
+                if MODE == PURE:
+                    by_query += _fold(ds * psi, F.BM, F.BN) * (head.slope * LN2)
+                    of_query += _fold(w * psi, F.BM, F.BN) * (head.slope * LN2)
+                else:
+                    pull = psi * tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
+                    for x in range(r0, r1):
+                        pull += tl.where(u > tl.load(t.c + x), psi * _jump(t, head.h, x, F), 0.0)
+                    by_query += _fold(ds * pull, F.BM, F.BN)
+                    of_query += _fold(w * pull, F.BM, F.BN)
+            if F.KIND == BANK and MODE != FAR:
                 z = _slide(ds.to(k.dtype), False, F)
                 by_mix = tl.dot(z, tl.trans(_bank(mcol - n0, t, k.dtype, F)), by_mix, input_precision=F.PREC)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PREC)
@@ -592,7 +635,7 @@ def backward_q(
     H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dQ, the delta that the other kernels use, and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
-    potentials, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]."""
+    potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
@@ -629,14 +672,24 @@ def backward_q(
     if F.HAS_FAR and F.CAUSAL:
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, begin, far,
-            mcol, klen, SK, info, head, t, c2, False, True, F)  # fmt: skip
-    if not (F.DOCS or F.WINDOW > 0):
+            mcol, klen, SK, info, head, t, c2, False, FAR, F)  # fmt: skip
+    if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
+        while begin < full:
+            stop, piece = _pure_keys(begin, full, mcol, info, head, t, F)
+            dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
+                dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, begin,
+                stop, mcol, klen, SK, info, _piece(t, head, piece, F), t, c2, False, PURE, F)  # fmt: skip
+            begin = tl.minimum(stop + F.BN, full)
+            dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
+                dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, stop,
+                begin, mcol, klen, SK, info, head, t, c2, False, ANY, F)  # fmt: skip
+    elif not (F.DOCS or F.WINDOW > 0):
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, far, full,
-            mcol, klen, SK, info, head, t, c2, False, False, F)  # fmt: skip
+            mcol, klen, SK, info, head, t, c2, False, ANY, F)  # fmt: skip
     dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, full, end,
-        mcol, klen, SK, info, head, t, c2, True, False, F)  # fmt: skip
+        mcol, klen, SK, info, head, t, c2, True, ANY, F)  # fmt: skip
 
     _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq * scale, F)
     rowsum = tl.sum(rowsum, 1)
@@ -644,7 +697,7 @@ def backward_q(
     # delta is put right for the other kernels, and the sums above for that error times the expectation of their factor.
     tl.store(Delta + row, delta + rowsum, mask=r < Tq)
     if F.GRAD:
-        if F.KIND == LOG or (F.KIND == POTENTIAL and not F.CAUSAL):
+        if F.KIND == LOG or (F.KIND == POTENTIAL and not F.CAUSAL) or (F.KIND == PROFILE and F.KNOTS > 0):
             tl.store(ByQuery + row, tl.sum(by_query, 1) - rowsum * tl.sum(of_query, 1), mask=r < Tq)
         if F.GATED:
             tl.store(ByGate + row, tl.sum(by_gate, 1) - rowsum * tl.sum(of_gate, 1), mask=r < Tq)
@@ -656,8 +709,8 @@ def backward_q(
 
 @triton.jit
 def _backward_k_tiles(
-    dk, dv, key_sum, rate_sum, k, v, Q, DO, q_t, do_t, Lse, Delta, begin, end, n0, q_off, klen, b, H, Tq, j, sj, sref,
-    doc_lo, doc_hi, head, t, c2, MASKED: tl.constexpr, FAR: tl.constexpr, F: tl.constexpr,
+    dk, dv, key_sum, rate_sum, flat_sum, k, v, Q, DO, q_t, do_t, Lse, Delta, begin, end, n0, q_off, klen, b, H, Tq, j,
+    sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     a = tl.arange(0, F.BM)
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
@@ -683,7 +736,7 @@ def _backward_k_tiles(
         gi = gi[None, :]
         rho = rho[None, :]
         info = Query(si, sref, gi, rho, rho_lo, rho_hi, mix, 0, 0)
-        s, u = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, True, FAR, F)
+        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, True, MODE, F)
         if F.CANCEL and F.KIND == SLOPE:
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
         if F.CANCEL and F.KIND == POTENTIAL:
@@ -716,22 +769,77 @@ def _backward_k_tiles(
                 d = tl.abs(mcol - n0 - F.BN + tl.arange(0, F.SPAN)).to(tl.float32)
                 pull = _spread(1.0 / (head.rate * d + 1.0), True, F)
                 rate_sum -= _fold(ds * (rho * pull), F.BN, F.BM)
-            if F.KIND == DISTANCE and FAR:
+            if F.KIND == PROFILE and F.KNOTS > 0:
+                x = tl.where(j < klen, ds, 0.0)  # these sums run over keys, so keys that are not there must not count
+                away = tl.abs(mcol - n0 - F.BN + tl.arange(0, F.SPAN)).to(tl.float32)
+                pull = _spread(away / (head.rate * away + 1.0), True, F) * rho
+                if MODE == PURE:  # of one piece: the caller knows which
+                    key_sum += _fold(x * u, F.BN, F.BM)
+                    flat_sum += _fold(x, F.BN, F.BM)
+                    rate_sum += _fold(x * pull, F.BN, F.BM) * (head.slope * LN2)
+                else:
+                    rate_sum += _fold(x * pull, F.BN, F.BM) * tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
+                    _flush(Pieces, r0, _fold(x * u, F.BN, F.BM), _fold(x, F.BN, F.BM), F)
+                    for y in range(r0, r1):
+                        # What lies above a knot belongs to the piece behind it, not to the one before.
+                        above = tl.where(u > tl.load(t.c + y), x, 0.0)
+                        rate_sum += _fold(above * pull, F.BN, F.BM) * _jump(t, head.h, y, F)
+                        of_slope = _fold(above * u, F.BN, F.BM)
+                        of_offset = _fold(above, F.BN, F.BM)
+                        _flush(Pieces, y, -of_slope, -of_offset, F)
+                        _flush(Pieces, y + 1, of_slope, of_offset, F)
+            if F.KIND == DISTANCE and MODE == FAR:
                 key_sum += _fold(ds, F.BN, F.BM)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=F.PREC)
-    return dk, dv, key_sum, rate_sum
+    return dk, dv, key_sum, rate_sum, flat_sum
+
+
+@triton.jit
+def _add_to(P, x):
+    """Add to a sum this program owns."""
+    tl.store(P, tl.load(P) + x)
+
+
+@triton.jit
+def _total(x):
+    return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
+def _flush(Pieces, piece, of_slope, of_offset, F: tl.constexpr):
+    """Sums of dS * u and of dS so far, to the piece they were summed for."""
+    _add_to(Pieces + piece, _total(of_slope))
+    _add_to(Pieces + F.KNOTS + 1 + piece, _total(of_offset))
+
+
+@triton.jit
+def _pure_queries(m0, end, n0, mcol, Tq, Rho, head, t, F: tl.constexpr):
+    """For a block of keys: where the run of tiles that begins at query m0 and lies on one piece ends, and its piece."""
+    r0, r1 = _pieces_of_queries(m0, n0, mcol, Tq, Rho, head, F)
+    piece = r0
+    while (m0 < end) & (r0 == piece) & (r1 == piece):
+        m0 += F.BM
+        mcol += F.BM
+        r0, r1 = _pieces_of_queries(tl.minimum(m0, Tq - 1), n0, mcol, Tq, Rho, head, F)
+    return tl.minimum(m0, end), piece
+
+
+@triton.jit
+def _pieces_of_queries(m0, n0, mcol, Tq, Rho, head, F: tl.constexpr):
+    rho = tl.load(Rho + tl.minimum(m0 + tl.arange(0, F.BM), Tq - 1))
+    return _pieces_in(mcol - n0, head.rate, tl.min(rho, 0), tl.max(rho, 0), head.knots, F)
 
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, Meta, Docs, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Meta, Docs, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size,
+    t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
     potential at the keys, or for slopes, a profile without knots or far distances, of which the host takes the sum;
-    `DRate`, the same for a profile's rate. With CANCEL, `Lse` is relative to the blocks of QM queries of backward_q,
-    which wrote it so."""
+    `DRate`, the same for a profile's rate; `PieceSums` [B, H, blocks, 2, KNOTS + 1], zeroed, for its pieces. With
+    CANCEL, `Lse` is relative to the blocks of QM queries of backward_q, which wrote it so."""
     n0 = tl.program_id(0) * F.BN
     HKV = H // GROUP
     b = (tl.program_id(1) // HKV).to(tl.int64)
@@ -787,18 +895,38 @@ def backward_k(
         row = (b * H + h) * Tq
         key_sum = _zeros(F.BN, 8)
         rate_sum = _zeros(F.BN, 8)
+        flat_sum = _zeros(F.BN, 8)
+        Pieces = PieceSums + ((b * H + h) * tl.num_programs(0) + tl.program_id(0)) * 2 * (F.KNOTS + 1)
+        Lse_h = Lse + row
+        Delta_h = Delta + row
         if F.CAUSAL or F.DOCS or F.WINDOW > 0:
-            dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse + row, Delta + row, begin, full, n0, q_off,
-                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, c2, True, False, F)  # fmt: skip
-        if not (F.DOCS or F.WINDOW > 0):
-            dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse + row, Delta + row, full, far, n0, q_off,
-                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, c2, False, False, F)  # fmt: skip
+            dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, begin, full, n0, q_off,
+                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, True, ANY, F)  # fmt: skip
+        if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
+            m0 = full
+            while m0 < end:
+                stop, r = _pure_queries(m0, end, n0, q_off + m0, Tq, TB + b * t_q, head, t, F)
+                dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
+                    dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, m0, stop, n0, q_off,
+                    klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, _piece(t, head, r, F), t, Pieces, c2, False, PURE,
+                    F)  # fmt: skip
+                if F.GRAD:
+                    _flush(Pieces, r, key_sum, flat_sum, F)
+                    key_sum = _zeros(F.BN, 8)
+                    flat_sum = _zeros(F.BN, 8)
+                m0 = tl.minimum(stop + F.BM, end)
+                dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
+                    dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, stop, m0, n0, q_off,
+                    klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, ANY, F)  # fmt: skip
+        elif not (F.DOCS or F.WINDOW > 0):
+            dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, full, far, n0, q_off,
+                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, ANY, F)  # fmt: skip
         if F.HAS_FAR and F.CAUSAL:
-            dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse + row, Delta + row, far, end, n0, q_off,
-                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, c2, False, True, F)  # fmt: skip
+            dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, far, end, n0, q_off,
+                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, FAR, F)  # fmt: skip
         if F.GRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1
@@ -806,7 +934,7 @@ def backward_k(
             if F.KIND == POTENTIAL and F.GATED:
                 total *= LN2  # gates came times log2(e)
             tl.store(DKey + at, tl.where(j1 < klen, total, 0.0), mask=j1 < Tk)
-            if F.KIND == PROFILE and F.KNOTS == 0:
+            if F.KIND == PROFILE:
                 tl.store(DRate + at, tl.where(j1 < klen, tl.sum(rate_sum, 1), 0.0), mask=j1 < Tk)
     _put(DK + b * dk_b + hk * dk_h, j1, dk_t, j1 < Tk, tl.where(j < klen, dk * scale, 0.0), F)
     _put(DV + b * dv_b + hk * dv_h, j1, dv_t, j1 < Tk, tl.where(j < klen, dv, 0.0), F)
@@ -912,78 +1040,3 @@ def backward_bank(
     n = tl.arange(0, F.RP)
     program = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     tl.store(Out + program * F.SPAN * F.RP + y[:, None] * F.RP + n[None, :], acc)
-
-
-@triton.jit
-def _add_to(P, x):
-    """Add to a sum this program owns."""
-    tl.store(P, tl.load(P) + x)
-
-
-@triton.jit
-def backward_profile(
-    Q, K, V, DO, Lse, Delta, Pieces, ByRho, ByRate, Meta, Docs, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, reach, B,
-    F: tl.constexpr,
-):  # fmt: skip
-    """Gradients of a piecewise linear profile. One program owns a head and a block of queries; for each tile it sums dS
-    over its share of the batch in registers, and only then over the pieces: what u is does not depend on the batch
-    entry. (Where rho does, a share is one entry.) `Pieces` [shares, H, blocks, 2, KNOTS + 1], zeroed, of slopes and
-    offsets; `ByRho` [shares, H, Tq]; `ByRate` [shares, H, blocks]."""
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
-    h = (tl.program_id(1) % H).to(tl.int64)
-    share = tl.program_id(1) // H
-    each = tl.cdiv(B, tl.num_programs(1) // H)
-    b0 = share * each
-    b1 = tl.minimum(B, b0 + each)
-    t = Term(TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin)
-    n = tl.arange(0, F.BN)
-    r = m0 + tl.arange(0, F.BM)
-    off, klen = _place(Meta, b0, q_off, Tk, F)
-    mcol = off + m0
-    i = (mcol + tl.arange(0, F.BM))[:, None]
-    head = _head(t, h, F)
-    info = _block_of_queries(t, Docs, b0.to(tl.int64), h, m0, mcol, H, Tq, Tk, Q.dtype.element_ty, F)
-    begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
-    block = (tl.program_id(1).to(tl.int64) * tl.num_programs(0)) + m0 // F.BM
-    Pieces += block * 2 * (F.KNOTS + 1)
-    by_rho = _zeros(F.BM, 8)
-    by_rate = _zeros(F.BM, 8)
-    for n0 in range(begin, end, F.BN):
-        j = n0 + n
-        bias, r0, r1 = _profile_tile(mcol - n0, info, head, t, False, F)
-        bias = tl.where(_visible(i, j[None, :], klen, j[None, :], info.doc_lo, info.doc_hi, F), bias, float("-inf"))
-        ds = _zeros(F.BM, F.BN)
-        for b in range(b0, b1):
-            b64 = tl.cast(b, tl.int64)
-            q = _features(Q + b64 * q_b + h * q_h, r.to(tl.int64), q_t, r < Tq, True, F)
-            do = _features(DO + b64 * do_b + h * do_h, r.to(tl.int64), do_t, r < Tq, True, F)
-            k = _features(K + b64 * k_b + (h // GROUP) * k_h, j.to(tl.int64), k_t, j < klen, True, F)
-            v = _features(V + b64 * v_b + (h // GROUP) * v_h, j.to(tl.int64), v_t, j < klen, True, F)
-            lse = tl.load(Lse + (b64 * H + h) * Tq + r, mask=r < Tq, other=float("inf"))
-            delta = tl.load(Delta + (b64 * H + h) * Tq + r, mask=r < Tq, other=0.0)
-            s = tl.dot(q, tl.trans(k), input_precision=F.PREC) * c2 + bias
-            dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
-            ds += tl.exp2(s - lse[:, None]) * (dp - delta[:, None])
-        # Once more, rather than kept in registers meanwhile.
-        d = mcol - n0 - F.BN + tl.arange(0, F.SPAN)
-        psi = _spread(_psi(d, head.rate), False, F)
-        u = psi * info.rho
-        unused, g = _profile(u, t, h, r0, r1, F.KNOTS)
-        g *= ds
-        by_rho += _fold(g * psi, F.BM, F.BN)
-        away = tl.abs(d).to(tl.float32)
-        by_rate += _fold(g * info.rho * _spread(away / (head.rate * away + 1.0), False, F), F.BM, F.BN)
-        _add_to(Pieces + r0, tl.sum(tl.sum(ds * u, 1), 0))
-        _add_to(Pieces + F.KNOTS + 1 + r0, tl.sum(tl.sum(ds, 1), 0))
-        for x in range(r0, r1):
-            above = tl.where(u > tl.load(t.c + x), ds, 0.0)
-            of_slope = tl.sum(tl.sum(above * u, 1), 0)
-            of_offset = tl.sum(tl.sum(above, 1), 0)
-            _add_to(Pieces + x, -of_slope)
-            _add_to(Pieces + x + 1, of_slope)
-            _add_to(Pieces + F.KNOTS + 1 + x, -of_offset)
-            _add_to(Pieces + F.KNOTS + 2 + x, of_offset)
-    # g came times log2(e)
-    tl.store(ByRho + tl.program_id(1).to(tl.int64) * Tq + r, tl.sum(by_rho, 1) * LN2, mask=r < Tq)
-    tl.store(ByRate + block, tl.sum(tl.sum(by_rate, 1), 0) * LN2)

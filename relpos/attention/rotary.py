@@ -35,14 +35,19 @@ def _kernel() -> Any:
         at = b * c_b + t * R + e
         cos = tl.load(Cos + at, mask=ok, other=0.0)
         sin = tl.load(Sin + at, mask=ok, other=0.0) * sign
-        first = e if HALF else 2 * e
-        second = e + R if HALF else 2 * e + 1
         x = X + b * x_b + h * x_h + t.to(tl.int64) * x_t
         y = Y + b * y_b + h * y_h + t.to(tl.int64) * y_t
-        p = tl.load(x + first, mask=ok, other=0.0).to(tl.float32)
-        q = tl.load(x + second, mask=ok, other=0.0).to(tl.float32)
-        tl.store(y + first, (p * cos - q * sin).to(Y.dtype.element_ty), mask=ok)
-        tl.store(y + second, (p * sin + q * cos).to(Y.dtype.element_ty), mask=ok)
+        if HALF:
+            p = tl.load(x + e, mask=ok, other=0.0).to(tl.float32)
+            q = tl.load(x + R + e, mask=ok, other=0.0).to(tl.float32)
+            tl.store(y + e, (p * cos - q * sin).to(Y.dtype.element_ty), mask=ok)
+            tl.store(y + R + e, (p * sin + q * cos).to(Y.dtype.element_ty), mask=ok)
+        else:  # memory is touched in whole rows: pairs of 2 bytes would be slow
+            f = tl.arange(0, 2 * RP)[None, :]
+            both = (t < T) & (f < 2 * R)
+            p, q = tl.split(tl.reshape(tl.load(x + f, mask=both, other=0.0).to(tl.float32), (BT, RP, 2)))
+            z = tl.reshape(tl.join(p * cos - q * sin, p * sin + q * cos), (BT, 2 * RP))
+            tl.store(y + f, z.to(Y.dtype.element_ty), mask=both)
         if 2 * R < D:
             for start in tl.static_range(2 * R, D, RP):
                 f = start + e

@@ -167,7 +167,8 @@ class _Call:
         exact = q.dtype == torch.float32
         self.flags = dict(
             KIND=kind, CAUSAL=causal, CANCEL=causal and not exact, EXACT=exact, PREC="ieee" if exact else "tf32",
-            D=self.D, DP=max(16, _power(self.D)), META=meta is not None, DOCS=docs is not None, WINDOW=window, **more,
+            D=self.D, DP=max(16, _power(self.D)), META=meta is not None, DOCS=docs is not None, WINDOW=window,
+            EVEN=meta is None and self.Tq % 128 == 0 and self.Tk % 128 == 0, **more,
         )  # fmt: skip
 
     def blocks(self, kernel: str) -> Blocks:

@@ -56,6 +56,7 @@ class Flags(NamedTuple):
     META: bool  # q_off and the number of keys differ by batch entry
     DOCS: bool
     WINDOW: int
+    EVEN: bool  # the lengths are multiples of every block: no load needs a mask
     GATED: bool = False
     KNOTS: int = 0
     KP: int = 2  # a power of two that holds the knots
@@ -130,7 +131,8 @@ def _head(t, h, F: tl.constexpr):
 @triton.jit
 def _per_query(t, b, h, r, H, Tq, F: tl.constexpr):
     """S_i, gate and rho of the queries r; those beyond the last repeat it."""
-    r = tl.minimum(r, Tq - 1)
+    if not F.EVEN:
+        r = tl.minimum(r, Tq - 1)
     s = r.to(tl.float32)
     g = s
     rho = s
@@ -406,6 +408,15 @@ def _features(P, at, stride, ok, MASKED: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def _vector(P, at, size, other, MASKED: tl.constexpr):
+    """P[at]; `other` beyond its size."""
+    if MASKED:
+        return tl.load(P + at, mask=at < size, other=other)
+    else:
+        return tl.load(P + at)
+
+
+@triton.jit
 def _put(P, at, stride, ok, x, F: tl.constexpr):
     e = tl.arange(0, F.DP)
     ok = ok[:, None]
@@ -477,12 +488,12 @@ def _forward_tiles(
         # 64-bit arithmetic on a tile's base alone: offsets inside it are small, and registers are dear.
         j = n0 + n
         ok = j < klen
-        k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED, F)
+        k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
         s = tl.dot(q, tl.trans(k), input_precision=F.PREC) * c2
         fj = (j - mcol).to(tl.float32)[None, :]
         sj = fj
         if F.KIND == POTENTIAL or F.KIND == LOG:
-            sj = tl.load(SK + j, mask=j < klen, other=0.0)[None, :]
+            sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
         s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, False, MODE, F)
         if MASKED:
             ok2 = _visible(i, j[None, :], klen, j[None, :], info.doc_lo, info.doc_hi, F)
@@ -495,7 +506,7 @@ def _forward_tiles(
         fade = tl.exp2(m - base)
         l = l * fade[:, None] + _fold(w, F.BM, F.BN)
         m = top
-        v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED, F)
+        v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
         acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision=F.PREC)
     return acc, l, m
 
@@ -562,14 +573,14 @@ def _backward_q_tiles(
     for n0 in range(begin, end, F.BN):
         j = n0 + n
         ok = j < klen
-        k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED, F)
-        v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED, F)
+        k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
+        v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
         s = tl.dot(q, tl.trans(k), input_precision=F.PREC) * c2
         dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
         fj = (j - mcol).to(tl.float32)[None, :]
         sj = fj
         if F.KIND == POTENTIAL or F.KIND == LOG:
-            sj = tl.load(SK + j, mask=j < klen, other=0.0)[None, :]
+            sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
         s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, False, MODE, F)
         w = tl.exp2(s - lse[:, None])
         if MASKED:
@@ -717,10 +728,10 @@ def _backward_k_tiles(
     for m0 in range(begin, end, F.BM):
         r = m0 + a
         mcol = q_off + m0
-        q = _features(Q + tl.cast(m0, tl.int64) * q_t, a, q_t, r < Tq, True, F)
-        do = _features(DO + tl.cast(m0, tl.int64) * do_t, a, do_t, r < Tq, True, F)
-        lse = tl.load(Lse + r, mask=r < Tq, other=float("inf"))[None, :]
-        delta = tl.load(Delta + r, mask=r < Tq, other=0.0)[None, :]
+        q = _features(Q + tl.cast(m0, tl.int64) * q_t, a, q_t, r < Tq, not F.EVEN, F)
+        do = _features(DO + tl.cast(m0, tl.int64) * do_t, a, do_t, r < Tq, not F.EVEN, F)
+        lse = _vector(Lse, r, Tq, float("inf"), not F.EVEN)[None, :]
+        delta = _vector(Delta, r, Tq, 0.0, not F.EVEN)[None, :]
         s = tl.dot(k, tl.trans(q), input_precision=F.PREC) * c2
         fi = (mcol - n0 + a).to(tl.float32)[None, :]
         si, gi, rho = _per_query(t, b, head.h, r, H, Tq, F)
@@ -941,6 +952,17 @@ def backward_k(
 
 
 @triton.jit
+def _blocks_on(base, q_off, Tq, Tk, F: tl.constexpr):
+    """The first block of queries that has keys on the diagonal `base`, and how many follow, itself included."""
+    begin = 0
+    end = tl.cdiv(Tq, F.BM)
+    if not F.META:
+        begin = tl.minimum(tl.maximum(base - q_off - F.BN + 1, 0) // F.BM, end)
+        end = tl.minimum(tl.maximum(tl.cdiv(Tk - q_off + base, F.BM), begin), end)
+    return begin, tl.maximum(end - begin, 1)
+
+
+@triton.jit
 def backward_distance(
     Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, reach, B, first,
@@ -954,7 +976,7 @@ def backward_distance(
     share = tl.program_id(1) // H
     shares = tl.num_programs(1) // H
     t = Term(TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin)
-    blocks = tl.cdiv(Tq, F.BM)
+    begin, blocks = _blocks_on(base, q_off, Tq, Tk, F)
     a = tl.arange(0, F.BM)
     total = B * blocks
     each = tl.cdiv(total, shares)
@@ -962,7 +984,7 @@ def backward_distance(
     acc = _zeros(F.BM, F.BN)
     for x in range(share * each, tl.minimum(total, (share + 1) * each)):
         b = (x // blocks).to(tl.int64)
-        m0 = (x % blocks) * F.BM
+        m0 = (begin + x % blocks) * F.BM
         off, klen = _place(Meta, b, q_off, Tk, F)
         n0 = off + m0 - base
         r = m0 + a
@@ -1003,7 +1025,7 @@ def backward_bank(
     of its own: `Out` [shares, diagonals, SPAN, RP]."""
     base = (first + tl.program_id(0)) * F.BM
     t = Term(TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin)
-    blocks = tl.cdiv(Tq, F.BM)
+    begin, blocks = _blocks_on(base, q_off, Tq, Tk, F)
     a = tl.arange(0, F.BM)
     total = B * H * blocks
     each = tl.cdiv(total, tl.num_programs(1))
@@ -1012,7 +1034,7 @@ def backward_bank(
     for x in range(tl.program_id(1) * each, tl.minimum(total, (tl.program_id(1) + 1) * each)):
         b = (x // (H * blocks)).to(tl.int64)
         h = (x // blocks % H).to(tl.int64)
-        m0 = (x % blocks) * F.BM
+        m0 = (begin + x % blocks) * F.BM
         off, klen = _place(Meta, b, q_off, Tk, F)
         r = m0 + a
         j = off + m0 - base + a

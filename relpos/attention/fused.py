@@ -228,7 +228,7 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, ca
     assert QM % BM == 0
     by_key = maybe(True, call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tk)
-    pieces = lse.new_zeros(call.B, call.H, -(-call.Tk // BN), 2, c.numel() + 1) if knots and grad else delta
+    pieces = lse.new_zeros(call.B, call.H, -(-call.Tk // BN), 2 * c.numel() + 1, 2, 4) if knots and grad else delta
     call.launch(
         "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
         [q, k, v, do, local, delta, dk, dv, by_key, by_rate, pieces], [q, k, v, do, dk, dv],
@@ -253,8 +253,13 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, ca
     elif kind == PROFILE and wants:
         of_rate = by_rate.sum((0, 2))
         if knots:
-            of_pieces = pieces.sum((0, 2))
-            grads[D], grads[E] = of_pieces[:, 0].clone(), of_pieces[:, 1].clone()
+            sums = pieces.sum((0, 2, 5))
+            K = c.numel()
+            of_pieces = sums[:, : K + 1].clone()
+            # What lies above a knot belongs to the piece behind it, not to the one before.
+            of_pieces[:, 1:] += sums[:, K + 1 :]
+            of_pieces[:, :-1] -= sums[:, K + 1 :]
+            grads[D], grads[E] = of_pieces[..., 0].contiguous(), of_pieces[..., 1].contiguous()
             grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
         else:
             grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)

@@ -614,8 +614,8 @@ def _backward_q_tiles(
                     of_query += _fold(w * psi, F.BM, F.BN) * (head.slope * LN2)
                 else:
                     pull = psi * tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
-                    for x in range(r0, r1):
-                        pull += tl.where(u > tl.load(t.c + x), psi * _jump(t, head.h, x, F), 0.0)
+                    for x in range(r0, r1):  # u > knot, without u
+                        pull += tl.where(psi > tl.load(t.c + x) / info.rho, psi * _jump(t, head.h, x, F), 0.0)
                     by_query += _fold(ds * pull, F.BM, F.BN)
                     of_query += _fold(w * pull, F.BM, F.BN)
             if F.KIND == BANK and MODE != FAR:
@@ -792,13 +792,9 @@ def _backward_k_tiles(
                     rate_sum += _fold(x * pull, F.BN, F.BM) * tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
                     _flush(Pieces, r0, _fold(x * u, F.BN, F.BM), _fold(x, F.BN, F.BM), F)
                     for y in range(r0, r1):
-                        # What lies above a knot belongs to the piece behind it, not to the one before.
                         above = tl.where(u > tl.load(t.c + y), x, 0.0)
                         rate_sum += _fold(above * pull, F.BN, F.BM) * _jump(t, head.h, y, F)
-                        of_slope = _fold(above * u, F.BN, F.BM)
-                        of_offset = _fold(above, F.BN, F.BM)
-                        _flush(Pieces, y, -of_slope, -of_offset, F)
-                        _flush(Pieces, y + 1, of_slope, of_offset, F)
+                        _flush(Pieces, F.KNOTS + 1 + y, _fold(above * u, F.BN, F.BM), _fold(above, F.BN, F.BM), F)
             if F.KIND == DISTANCE and MODE == FAR:
                 key_sum += _fold(ds, F.BN, F.BM)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=F.PREC)
@@ -806,21 +802,20 @@ def _backward_k_tiles(
 
 
 @triton.jit
-def _add_to(P, x):
-    """Add to a sum this program owns."""
-    tl.store(P, tl.load(P) + x)
+def _parts(x, N: tl.constexpr):
+    """[N, 8] summed to 4: what one warp of four holds, so that warps need not wait for each other."""
+    return tl.sum(tl.reshape(x, (4, N * 2)), 1)
 
 
 @triton.jit
-def _total(x):
-    return tl.sum(tl.sum(x, 1), 0)
-
-
-@triton.jit
-def _flush(Pieces, piece, of_slope, of_offset, F: tl.constexpr):
-    """Sums of dS * u and of dS so far, to the piece they were summed for."""
-    _add_to(Pieces + piece, _total(of_slope))
-    _add_to(Pieces + F.KNOTS + 1 + piece, _total(of_offset))
+def _flush(Pieces, row, of_slope, of_offset, F: tl.constexpr):
+    """Add sums of dS * u and of dS to a row of [., 2, 4] sums that this program owns."""
+    P = Pieces + row * 8 + tl.arange(0, 4)
+    of_slope = _parts(of_slope, F.BN)
+    of_offset = _parts(of_offset, F.BN)
+    tl.debug_barrier()  # another thread may have written the row last
+    tl.store(P, tl.load(P) + of_slope)
+    tl.store(P + 4, tl.load(P + 4) + of_offset)
 
 
 @triton.jit
@@ -849,7 +844,8 @@ def backward_k(
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
     potential at the keys, or for slopes, a profile without knots or far distances, of which the host takes the sum;
-    `DRate`, the same for a profile's rate; `PieceSums` [B, H, blocks, 2, KNOTS + 1], zeroed, for its pieces. With
+    `DRate`, the same for a profile's rate; `PieceSums` [B, H, blocks, 2 KNOTS + 1, 2, 4], zeroed: in four
+    parts, sums of dS * u and of dS over the tiles that begin on each piece, then over what lies above each knot. With
     CANCEL, `Lse` is relative to the blocks of QM queries of backward_q, which wrote it so."""
     n0 = tl.program_id(0) * F.BN
     HKV = H // GROUP
@@ -907,7 +903,7 @@ def backward_k(
         key_sum = _zeros(F.BN, 8)
         rate_sum = _zeros(F.BN, 8)
         flat_sum = _zeros(F.BN, 8)
-        Pieces = PieceSums + ((b * H + h) * tl.num_programs(0) + tl.program_id(0)) * 2 * (F.KNOTS + 1)
+        Pieces = PieceSums + ((b * H + h) * tl.num_programs(0) + tl.program_id(0)) * 8 * (2 * F.KNOTS + 1)
         Lse_h = Lse + row
         Delta_h = Delta + row
         if F.CAUSAL or F.DOCS or F.WINDOW > 0:

@@ -110,9 +110,9 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
 _WIDE: dict[tuple[str, int], Blocks] = {
     ("backward_k", GATED): (32, 64, 4, 3, 168),
     ("backward_k", PROFILE): (32, 64, 4, 3, 168),
-    ("forward", KNOTTED): (64, 64, 4, 3, 168),
-    ("backward_q", KNOTTED): (64, 64, 4, 3, 0),
-    ("backward_k", KNOTTED): (32, 64, 4, 3, 168),
+    ("forward", KNOTTED): (64, 64, 4, 2, 168),
+    ("backward_q", KNOTTED): (64, 32, 4, 3, 168),
+    ("backward_k", KNOTTED): (32, 64, 4, 1, 168),
     ("forward", BANK): (64, 64, 4, 3, 0),
     ("backward_q", BANK): (64, 64, 4, 2, 0),
     ("backward_k", BANK): (64, 64, 4, 2, 0),

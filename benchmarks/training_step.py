@@ -1,116 +1,378 @@
-"""A training step of GPT-2 Small with every encoding: compiled, bfloat16, 32,768 tokens a batch.
+"""A training step of GPT-2 Small with every encoding: compiled, bfloat16, 32,768 tokens a batch; and the same model and
+batch through the code of `relpos train`.
 
-    python benchmarks/training_step.py --lengths 512,1024 --out results/training-step-h200.json
+    python benchmarks/training_step.py --lengths 1024 --through-train --out results/training-step-h200.json
 
-The step is forward, backward, gradient clipping and fused AdamW on random tokens; tokens per second from the median of
-steps timed with CUDA events, peak memory as the allocator saw it. One process per model: they compile side by side and
-take turns at the GPU for the timing.
+The bare step is forward, backward, gradient clipping and fused AdamW on random tokens: tokens per second from the
+median step, peak memory as the allocator saw it. `--through-train` runs `train_in_memory` on a prepared folder of
+random tokens (the Trainer, the loader, metrics.jsonl; no checkpoint, no evaluation) and times every step from its end
+to the next one's. `train_ratio` compares the median steps; `train_mean_tokens_per_s` is over all steps, with the pauses
+in which every tenth reads the losses back.
+
+One process per model and length. They compile side by side, `--processes` at a time, run two steps, a few at a time for
+the sake of the GPU's memory, and wait with what they compiled. When all of one length are ready they are told, one
+after the other, to time themselves: nothing else runs then, on the GPU or the CPU. Rows of an `--out` that is there
+already stay unless they are measured again.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
+import contextlib
+import gc
+import io
 import json
+import math
 import multiprocessing
+import multiprocessing.connection
+import os
 import platform
+import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-TOKENS = 32768
-SPECS = "none,rope,alibi,cable,cable:form=unweighted,fox,t5,t5:form=clipped,kerple,sandwich,learned,sinusoidal,fire"
+SPECS = (
+    "none,rope,alibi,cable,cable:form=unweighted,fox,t5,t5:form=clipped,kerple,sandwich,learned,sinusoidal,xpos,fire,"
+    "inkling"
+)
+FIRST, WARM = 2, 10  # steps before a model is ready; steps of a training run that are not timed
+STEPPING = 4  # processes that hold the activations of a step at once: up to 20 GiB each
+SECONDS, TRAIN_SECONDS = 4, 8  # that the timing of a model takes, about: the time limit keeps so much free for each
 
 
-def measure(job: tuple[str, int, str, int]) -> dict:
-    spec, length, lock, steps = job
+@dataclass(frozen=True)
+class Job:
+    spec: str
+    length: int
+    size: str
+    tokens: int
+    steps: int
+    train_steps: int
+    device: str
+    data: str | None  # a prepared folder: time the training too
+    out: str  # the folder of that run
+
+
+# One model, in a process of its own -----------------------------------------------------------------------------------
+
+
+def work(job: Job, conn: Any, tickets: Any, memory: Any) -> None:
+    """Compile, say "ready", wait for the word, time, send the row."""
+    row: dict[str, Any] = {"encoding": job.spec, "length": job.length}
+    with contextlib.ExitStack() as ticket:
+
+        def ready() -> None:
+            ticket.close()  # the next may compile
+            conn.send("ready")
+            conn.recv()
+
+        try:
+            import relpos.training  # noqa: F401 - while others compile
+
+            ticket.enter_context(tickets)
+            with contextlib.redirect_stderr(io.StringIO()):
+                row |= measure(job, ready, memory)
+        except Exception as error:  # noqa: BLE001 - one that fails must not cost the others
+            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    conn.send(row)
+
+
+def measure(job: Job, ready: Callable[[], None], memory: Any) -> dict[str, Any]:
     import torch
+
+    if job.device == "cuda":
+        # Compile both passes before either runs, and then let only a few run: else every process keeps the activations
+        # of its first step while it compiles the second half.
+        if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
+            torch._functorch.config.force_non_lazy_backward_lowering = True
+        # As in `relpos train`.
+        torch.backends.fp32_precision = "tf32"
+        from relpos.models import loss
+
+        loss.CELLS = loss.cells_for(torch.cuda.get_device_properties(0).total_memory)
+    with contextlib.ExitStack() as held:
+
+        def hold(*_: Any) -> None:
+            held.close()
+            held.enter_context(memory)
+
+        def settle() -> None:
+            gc.collect()
+            if job.device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            held.close()
+
+        torch._dynamo.callback_handler.register_end_callback(hold)
+        return compare(job, ready, settle)
+
+
+def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> dict[str, Any]:
+    """The bare step, and where asked for the training, each compiled before `ready` and timed after it."""
+    import torch
+    from torch._dynamo.utils import counters
 
     from relpos.models import RelPosConfig, RelPosForCausalLM
 
-    torch.set_float32_matmul_precision("high")
+    cuda = job.device == "cuda"
     torch.manual_seed(0)
-    config = RelPosConfig.preset("small", encoding=spec, train_length=length)
-    model = RelPosForCausalLM(config).cuda().train()
+    config = RelPosConfig.preset(job.size, encoding=job.spec, train_length=job.length)
+    model = RelPosForCausalLM(config).to(job.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    compiled = torch.compile(model)
-    tokens = torch.randint(0, 50257, (TOKENS // length, length), device="cuda")
+    compiled = torch.compile(model) if cuda else model
+    shape = (job.tokens // job.length, job.length)
+    tokens = torch.randint(0, config.eos_token_id + 1, shape, device=job.device)
 
     def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
             loss = compiled(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    row = {"encoding": spec, "length": length}
-    try:
-        for _ in range(2):
-            step()
+    graphs = []  # compiled until the timing began
+
+    def wait() -> None:
+        settle()
+        ready()
+        graphs.append(counters["stats"]["unique_graphs"])
+
+    for _ in range(FIRST):
+        step()
+    optimizer.state.clear()  # made again by the next step
+    settle()
+    own = torch.cuda.memory_allocated() if cuda else 0
+    row: dict[str, Any] = {}
+    if job.data is None:
+        wait()
+    else:
+        times = train(job, config.vocab_size, wait)
+        settle()
+        row["train_ms"] = statistics.median(times)
+        row["train_tokens_per_s"] = job.tokens / row["train_ms"] * 1e3
+        row["train_mean_tokens_per_s"] = job.tokens / statistics.mean(times) * 1e3
+    for _ in range(3):
+        step()
+    left = 0
+    if cuda:
         torch.cuda.synchronize()
-        with open(lock, "w") as turn:
-            fcntl.flock(turn, fcntl.LOCK_EX)
-            torch.cuda.reset_peak_memory_stats()
-            for _ in range(3):
-                step()
-            events = [
-                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(steps)
-            ]
-            for begin, end in events:
-                begin.record()
-                step()
-                end.record()
-            torch.cuda.synchronize()
-            times = sorted(begin.elapsed_time(end) for begin, end in events)
-            row |= {
-                "ms": times[len(times) // 2],
-                "tokens_per_s": TOKENS / times[len(times) // 2] * 1e3,
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            }
-    except Exception as error:  # noqa: BLE001 - one that fails must not cost the others
-        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        state = sum(value.nbytes for values in optimizer.state.values() for value in values.values())
+        left = torch.cuda.memory_allocated() - own - state  # of the run before, not ours
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock(cuda)
+    clock.mark()
+    for _ in range(job.steps):
+        step()
+        clock.mark()
+    ms = statistics.median(clock.times())
+    row |= {"ms": ms, "tokens_per_s": job.tokens / ms * 1e3}
+    if cuda:
+        row["peak_gib"] = (torch.cuda.max_memory_allocated() - left) / 2**30
+    if "train_tokens_per_s" in row:
+        row["train_ratio"] = row["train_tokens_per_s"] / row["tokens_per_s"]
+    if counters["stats"]["unique_graphs"] != graphs[0]:
+        row["note"] = "something was compiled again while it was timed"
     return row
 
 
+class Clock:
+    """Marks in the stream of a GPU, which keep nobody waiting, or on the wall."""
+
+    def __init__(self, cuda: bool):
+        self.cuda, self.marks = cuda, []
+
+    def mark(self) -> None:
+        import torch
+
+        if self.cuda:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def times(self) -> list[float]:
+        """Milliseconds from mark to mark."""
+        import torch
+
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        if not self.cuda:
+            return [(end - begin) * 1e3 for begin, end in pairs]
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) for begin, end in pairs]
+
+
+def train(job: Job, vocab_size: int, wait: Callable[[], None]) -> list[float]:
+    """Milliseconds of every step after the warm-up, through the library's own training."""
+    from transformers import TrainerCallback
+
+    from relpos.training import Settings, train_in_memory
+
+    clock = Clock(job.device == "cuda")
+
+    class Pace(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == FIRST:
+                wait()
+            elif state.global_step >= WARM:
+                clock.mark()
+
+    settings = Settings(
+        encoding=job.spec,
+        size=job.size,
+        data=job.data,
+        out=job.out,
+        length=job.length,
+        steps=WARM + job.train_steps,
+        tokens_per_step=job.tokens,
+        rows=job.tokens // job.length,
+        vocab_size=vocab_size,
+        overrides={} if clock.cuda else {"use_cpu": True},
+    )
+    train_in_memory(settings, callbacks=[Pace()])
+    return clock.times()
+
+
+# All of them ----------------------------------------------------------------------------------------------------------
+
+
+def wave(jobs: list[Job], processes: int, deadline: float, report: Callable[[dict[str, Any]], None]) -> None:
+    """Compile all, then time one by one."""
+    context = multiprocessing.get_context("spawn")
+    tickets, memory = context.Semaphore(processes), context.Semaphore(STEPPING)
+    each = TRAIN_SECONDS if jobs[0].data else SECONDS
+    workers = {}
+    for job in jobs:
+        conn, theirs = context.Pipe()
+        workers[conn] = (job, context.Process(target=work, args=(job, theirs, tickets, memory), daemon=True))
+        workers[conn][1].start()
+        theirs.close()
+
+    def receive(conn: Any) -> Any:
+        try:
+            return conn.recv()
+        except (EOFError, OSError):
+            job, process = workers[conn]
+            process.join(5)
+            return {"encoding": job.spec, "length": job.length, "error": f"its process ended: {process.exitcode}"}
+
+    def end(conn: Any, why: str = "") -> None:
+        job, process = workers.pop(conn)
+        if why:
+            say(f"{job.spec} at {job.length}: {why}")
+        process.kill()  # what it had to say is said
+        process.join()
+
+    began, ready, waiting = time.monotonic(), [], set(workers)
+    try:
+        while waiting and time.monotonic() < deadline - each * len(ready):
+            for conn in multiprocessing.connection.wait(waiting, timeout=1):
+                waiting.discard(conn)
+                message = receive(conn)
+                if message == "ready":
+                    ready.append(conn)
+                    job = workers[conn][0]
+                    say(f"{job.spec} at {job.length}: ready after {time.monotonic() - began:.0f} s")
+                else:
+                    report(message)
+                    end(conn)
+        for conn in waiting:  # nothing else runs while we time
+            end(conn, "not ready in time")
+        for conn in ready:
+            left = deadline - time.monotonic()
+            if left < each / 2:
+                end(conn, "no time left")
+                continue
+            conn.send("go")
+            if conn.poll(min(left, 600)):
+                report(receive(conn))
+                end(conn)
+            else:
+                end(conn, "did not finish in time")
+    finally:
+        for conn in list(workers):
+            end(conn, "stopped")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def token_folder(folder: Path, last: int, count: int) -> str:
+    """Random tokens up to `last`, the end of text, as `relpos data prepare` leaves them."""
+    import numpy as np
+
+    from relpos.data import prepare
+
+    stream = folder / "stream.bin"
+    np.random.default_rng(0).integers(0, last + 1, count, dtype=np.uint16).astype("<u2").tofile(stream)
+    prepare(str(stream), folder / "data", eot=last, validation=0.0, workers=1)
+    return str(folder / "data")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encodings", default=SPECS)
     parser.add_argument("--lengths", default="512,1024,4096")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--through-train", action="store_true", help="time `relpos train` too")
+    parser.add_argument("--size", default="small")
+    parser.add_argument("--tokens", type=int, default=32768, help="of a step")
+    parser.add_argument("--steps", type=int, default=15, help="timed of the bare step")
+    parser.add_argument("--train-steps", type=int, default=40, help="timed of a training run")
+    parser.add_argument("--processes", type=int, default=16, help="that compile at once")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds; what is measured by then stays")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out")
     options = parser.parse_args()
+    deadline = time.monotonic() + options.time_limit
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "3")  # of each process
+    import torch
+
     from relpos.encodings import split_list
+    from relpos.models import RelPosConfig
+    from relpos.training.record import git_commit
+    from relpos.training.trainer import write_atomically
 
-    lock = tempfile.NamedTemporaryFile(suffix=".lock").name
-    jobs = [
-        (spec, int(length), lock, options.steps)
-        for length in options.lengths.split(",")
-        for spec in split_list(options.encodings)
-    ]
-    rows = []
-    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) as pool:
-        for row in pool.imap_unordered(measure, jobs, chunksize=1):
-            rows.append(row)
-            print(row, flush=True)
-            if options.out:  # after every row: a run that is stopped keeps what it measured
-                import torch
+    git = git_commit() or {"commit": None, "changed": False}
+    out = Path(options.out) if options.out else None
+    old = json.loads(out.read_text(encoding="utf-8"))["rows"] if out is not None and out.is_file() else []
+    rows = {(row["length"], row["encoding"]): row for row in old}
+    name = "GPT-2 Small" if options.size == "small" else f"size {options.size}"
+    how = "compiled, bfloat16" if options.device == "cuda" else "float32"
+    about = {
+        "what": f"{name}, {how}, {options.tokens:,} tokens a step, AdamW and clipping",
+        "machine": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
 
-                Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-                Path(options.out).write_text(
-                    json.dumps(
-                        {
-                            "what": "GPT-2 Small, compiled, bfloat16, 32,768 tokens a step, AdamW and clipping",
-                            "machine": torch.cuda.get_device_name(),
-                            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-                            "rows": sorted(rows, key=lambda r: (r["length"], r["encoding"])),
-                        },
-                        indent=1,
-                    )
-                )
+    def report(row: dict[str, Any]) -> None:
+        row["commit"] = git["commit"] and git["commit"] + (" with changes" if git["changed"] else "")
+        print(json.dumps(row), flush=True)
+        rows[row["length"], row["encoding"]] = row
+        if out is not None:  # after every row: a run that is stopped keeps what it measured
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(out, json.dumps({**about, "rows": [rows[key] for key in sorted(rows)]}, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as scratch:
+        data = None
+        if options.through_train:
+            last = RelPosConfig.preset(options.size).eos_token_id
+            data = token_folder(Path(scratch), last, options.tokens * (WARM + options.train_steps))
+        fixed = (options.size, options.tokens, options.steps, options.train_steps, options.device, data)
+        for length in map(int, options.lengths.split(",")):
+            if deadline - time.monotonic() < 10 * SECONDS:
+                say(f"no time left for {length}")
+                continue
+            specs = split_list(options.encodings)
+            jobs = [Job(spec, length, *fixed, f"{scratch}/{length}-{n}") for n, spec in enumerate(specs)]
+            wave(jobs, options.processes, deadline, report)
 
 
 if __name__ == "__main__":

@@ -106,25 +106,24 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
 }
 
 
-# Kinds that need more registers than most: with heads of up to 64 features, theirs.
-_WIDE: dict[tuple[str, int], Blocks] = {
-    ("backward_k", GATED): (32, 64, 4, 3, 168),
-    ("backward_k", PROFILE): (32, 64, 4, 3, 168),
-    ("forward", KNOTTED): (64, 64, 4, 2, 168),
-    ("backward_q", KNOTTED): (64, 32, 4, 3, 168),
-    ("backward_k", KNOTTED): (32, 64, 4, 1, 168),
-    ("forward", BANK): (64, 64, 4, 3, 0),
-    ("backward_q", BANK): (64, 64, 4, 2, 0),
-    ("backward_k", BANK): (64, 64, 4, 2, 0),
+# Kinds that need more registers or shared memory than most. None: as the others.
+_WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
+    ("backward_k", GATED): ((32, 64, 4, 3, 168), None),
+    ("backward_k", PROFILE): ((32, 64, 4, 3, 168), None),
+    ("forward", KNOTTED): ((64, 64, 4, 2, 168), (64, 64, 4, 2, 0)),
+    ("backward_q", KNOTTED): ((64, 32, 4, 3, 168), (64, 32, 4, 2, 0)),
+    ("backward_k", KNOTTED): ((32, 64, 4, 1, 168), (32, 64, 4, 1, 0)),
+    ("forward", BANK): ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
+    ("backward_q", BANK): ((64, 64, 4, 2, 0), (64, 64, 4, 1, 0)),
+    ("backward_k", BANK): ((64, 64, 4, 2, 0), (32, 64, 4, 2, 0)),
 }
 
 
 def _blocks(kernel: str, q: Tensor, kind: int) -> Blocks:
     if q.dtype == torch.float32:  # tiles twice as large, and not fed to the tensor cores
         return (64, 32, 4, 1, 0) if kernel == "forward" and q.shape[-1] <= 64 else (32, 32, 4, 1, 0)
-    if q.shape[-1] <= 64 and (kernel, kind) in _WIDE:
-        return _WIDE[kernel, kind]
-    return _BLOCKS[kernel][q.shape[-1] > 64]
+    large = q.shape[-1] > 64
+    return _WIDE.get((kernel, kind), (None, None))[large] or _BLOCKS[kernel][large]
 
 
 def _like(x: Tensor) -> Tensor:

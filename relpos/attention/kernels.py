@@ -277,6 +277,15 @@ def _knots(x, u, t, h, r0, r1, F: tl.constexpr):
 
 
 @triton.jit
+def _slopes(psi, rho, head, t, r0, r1, F: tl.constexpr):
+    """The profile's slope by distance, where one rho holds."""
+    x = psi * 0.0 + tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
+    for k in range(r0, r1):
+        x += tl.where(psi * rho > tl.load(t.c + k), _jump(t, head.h, k, F), 0.0)
+    return x
+
+
+@triton.jit
 def _pure_keys(n0, end, mcol, info, head, t, F: tl.constexpr):
     """For a block of queries: where the run of tiles that begins at key n0 and has no knots ends, and its piece."""
     r0, r1 = _pieces_in(mcol - n0, head.rate, info.rho_lo, info.rho_hi, head.knots, F)
@@ -608,16 +617,18 @@ def _backward_q_tiles(
                     by_gate -= _fold(ds * log, F.BM, F.BN)
                     of_gate -= _fold(w * log, F.BM, F.BN)
             if F.KIND == PROFILE and F.KNOTS > 0:  # rho's, where S_i stands
-                psi = _spread(_psi(mcol - n0 - F.BN + tl.arange(0, F.SPAN), head.rate), False, F)
+                line = _psi(mcol - n0 - F.BN + tl.arange(0, F.SPAN), head.rate)
                 if MODE == PURE:
-                    by_query += _fold(ds * psi, F.BM, F.BN) * (head.slope * LN2)
-                    of_query += _fold(w * psi, F.BM, F.BN) * (head.slope * LN2)
+                    pull = _spread(line * (head.slope * LN2), False, F)
+                elif info.rho_lo == info.rho_hi:
+                    pull = _spread(line * _slopes(line, info.rho_lo, head, t, r0, r1, F), False, F)
                 else:
+                    psi = _spread(line, False, F)
                     pull = psi * tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
                     for x in range(r0, r1):  # u > knot, without u
                         pull += tl.where(psi > tl.load(t.c + x) / info.rho, psi * _jump(t, head.h, x, F), 0.0)
-                    by_query += _fold(ds * pull, F.BM, F.BN)
-                    of_query += _fold(w * pull, F.BM, F.BN)
+                by_query += _fold(ds * pull, F.BM, F.BN)
+                of_query += _fold(w * pull, F.BM, F.BN)
             if F.KIND == BANK and MODE != FAR:
                 z = _slide(ds.to(k.dtype), False, F)
                 by_mix = tl.dot(z, tl.trans(_bank(mcol - n0, t, k.dtype, F)), by_mix, input_precision=F.PREC)
@@ -782,19 +793,32 @@ def _backward_k_tiles(
                 rate_sum -= _fold(ds * (rho * pull), F.BN, F.BM)
             if F.KIND == PROFILE and F.KNOTS > 0:
                 x = tl.where(j < klen, ds, 0.0)  # these sums run over keys, so keys that are not there must not count
-                away = tl.abs(mcol - n0 - F.BN + tl.arange(0, F.SPAN)).to(tl.float32)
-                pull = _spread(away / (head.rate * away + 1.0), True, F) * rho
+                d = mcol - n0 - F.BN + tl.arange(0, F.SPAN)
+                away = tl.abs(d).to(tl.float32)
+                away = away / (head.rate * away + 1.0)
                 if MODE == PURE:  # of one piece: the caller knows which
                     key_sum += _fold(x * u, F.BN, F.BM)
                     flat_sum += _fold(x, F.BN, F.BM)
-                    rate_sum += _fold(x * pull, F.BN, F.BM) * (head.slope * LN2)
+                    rate_sum += _fold(x * (_spread(away * (head.slope * LN2), True, F) * rho), F.BN, F.BM)
+                elif rho_lo == rho_hi:  # dS summed by distance says it all
+                    line = _psi(d, head.rate) * rho_lo
+                    away *= _slopes(_psi(d, head.rate), rho_lo, head, t, r0, r1, F)
+                    rate_sum += _fold(x * (_spread(away, True, F) * rho), F.BN, F.BM)
+                    x1 = tl.sum(_slide(x, True, F), 1)
+                    _flush(Pieces, r0, _parts(x1 * line, F.SPAN), _parts(x1, F.SPAN))
+                    for y in range(r0, r1):
+                        x2 = tl.where(line > tl.load(t.c + y), x1, 0.0)
+                        _flush(Pieces, F.KNOTS + 1 + y, _parts(x2 * line, F.SPAN), _parts(x2, F.SPAN))
                 else:
+                    pull = _spread(away, True, F) * rho
                     rate_sum += _fold(x * pull, F.BN, F.BM) * tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
-                    _flush(Pieces, r0, _fold(x * u, F.BN, F.BM), _fold(x, F.BN, F.BM), F)
+                    of_slope = _parts(_fold(x * u, F.BN, F.BM), F.BN * 8)
+                    _flush(Pieces, r0, of_slope, _parts(_fold(x, F.BN, F.BM), F.BN * 8))
                     for y in range(r0, r1):
                         above = tl.where(u > tl.load(t.c + y), x, 0.0)
                         rate_sum += _fold(above * pull, F.BN, F.BM) * _jump(t, head.h, y, F)
-                        _flush(Pieces, F.KNOTS + 1 + y, _fold(above * u, F.BN, F.BM), _fold(above, F.BN, F.BM), F)
+                        of_slope = _parts(_fold(above * u, F.BN, F.BM), F.BN * 8)
+                        _flush(Pieces, F.KNOTS + 1 + y, of_slope, _parts(_fold(above, F.BN, F.BM), F.BN * 8))
             if F.KIND == DISTANCE and MODE == FAR:
                 key_sum += _fold(ds, F.BN, F.BM)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=F.PREC)
@@ -802,17 +826,15 @@ def _backward_k_tiles(
 
 
 @triton.jit
-def _parts(x, N: tl.constexpr):
-    """[N, 8] summed to 4: what one warp of four holds, so that warps need not wait for each other."""
-    return tl.sum(tl.reshape(x, (4, N * 2)), 1)
+def _parts(x, SIZE: tl.constexpr):
+    """x of SIZE entries summed to 4: what one warp of four holds, so that warps need not wait for each other."""
+    return tl.sum(tl.reshape(x, (4, SIZE // 4)), 1)
 
 
 @triton.jit
-def _flush(Pieces, row, of_slope, of_offset, F: tl.constexpr):
+def _flush(Pieces, row, of_slope, of_offset):
     """Add sums of dS * u and of dS to a row of [., 2, 4] sums that this program owns."""
     P = Pieces + row * 8 + tl.arange(0, 4)
-    of_slope = _parts(of_slope, F.BN)
-    of_offset = _parts(of_offset, F.BN)
     tl.debug_barrier()  # another thread may have written the row last
     tl.store(P, tl.load(P) + of_slope)
     tl.store(P + 4, tl.load(P + 4) + of_offset)
@@ -919,7 +941,7 @@ def backward_k(
                     klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, _piece(t, head, r, F), t, Pieces, c2, False, PURE,
                     F)  # fmt: skip
                 if F.GRAD:
-                    _flush(Pieces, r, key_sum, flat_sum, F)
+                    _flush(Pieces, r, _parts(key_sum, F.BN * 8), _parts(flat_sum, F.BN * 8))
                     key_sum = _zeros(F.BN, 8)
                     flat_sum = _zeros(F.BN, 8)
                 m0 = tl.minimum(stop + F.BM, end)

@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,12 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
 
     cuda = job.device == "cuda"
     torch.manual_seed(0)
+    row: dict[str, Any] = {}
     config = RelPosConfig.preset(job.size, encoding=job.spec, train_length=job.length)
+    if (getattr(config, "max_position_embeddings", None) or job.length) < job.length:
+        job = replace(job, spec=f"{job.spec}{',' if ':' in job.spec else ':'}max_positions={job.length}")
+        config = RelPosConfig.preset(job.size, encoding=job.spec, train_length=job.length)
+        row["note"] = f"as `{job.spec}`"
     model = RelPosForCausalLM(config).to(job.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     compiled = torch.compile(model) if cuda else model
@@ -150,7 +155,6 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
     optimizer.state.clear()  # made again by the next step
     settle()
     own = torch.cuda.memory_allocated() if cuda else 0
-    row: dict[str, Any] = {}
     if job.data is None:
         wait()
     else:

@@ -29,6 +29,7 @@ TARGETS: dict[str, float | None] = {
 }  # fmt: skip
 TARGET_LENGTHS = (1024, 4096, 16384)
 MEMORY = 1.2  # of flash's
+TRAIN = 0.97  # of the bare step's speed
 # Of the encodings, one for each way that a bias reaches the kernels; and what the peers, in grey, leave of the colours.
 DRAWN = ("rope", "alibi", "cable", "t5", "kerple", "fire", "inkling")
 COLOURS = tuple(colour for colour in curves.COLOURS if colour != "#000000")
@@ -285,6 +286,29 @@ def training(folder: Path) -> str:
         f"{given['peak_gib']} GiB.\n\n"
         + table(head, rows)
         + ("\n\n" + "\n".join(notes) if notes else "")
+        + through_train(f["rows"])
+    )
+
+
+def through_train(found: list[Row]) -> str:
+    """The same through the command; nothing where it was not timed."""
+    at = {(r["encoding"], r["length"]): r for r in found if "train_ratio" in r}
+    lengths = sorted({n for _, n in at})
+    rows = []
+    for spec in dict.fromkeys(spec for spec, _ in at):
+        timed = [at.get((spec, n)) for n in lengths]
+        cells = ["-" if r is None else f"{per_second(r['train_tokens_per_s'])} ({r['train_ratio']:.1%})" for r in timed]
+        every = ["-" if r is None else f"{r['train_mean_tokens_per_s'] / r['tokens_per_s']:.1%}" for r in timed]
+        over = {n: 1 / r["train_ratio"] for n, r in zip(lengths, timed, strict=True) if r is not None}
+        rows.append([f"`{spec}`", *cells, *every, met(dict(over), 1 / TRAIN)])
+    if not rows:
+        return ""
+    head = ["", *[f"{n:,}" for n in lengths], *[f"all steps, {n:,}" for n in lengths], "met"]
+    return (
+        "\n\n### Through `relpos train`\n\nThe same model and batch through the library's training: the Trainer, the "
+        "loader over a prepared folder, `metrics.jsonl`; no checkpoint, no evaluation. Tokens per second from the "
+        "median step (of the bare step's), and of all steps, with the pauses in which every tenth reads the losses "
+        f"back. Target: {TRAIN:.0%} of the bare step.\n\n" + table(head, rows)
     )
 
 

@@ -87,6 +87,22 @@ def test_training_rows_that_are_missing_slow_or_failed(folder):
     assert "nanoGPT, no bias (given)" in attention_page.page(folder)
 
 
+def test_training_through_the_command_where_it_was_timed(folder):
+    def timed(spec: str, ratio: float) -> dict:
+        bare = {"encoding": spec, "length": 1024, "tokens_per_s": 500e3, "peak_gib": 14.0}
+        speed = ratio * 500e3
+        return bare | {"train_tokens_per_s": speed, "train_mean_tokens_per_s": 0.99 * speed, "train_ratio": ratio}
+
+    path = folder / "training-step-h200.json"
+    change(path, lambda value: value.update(rows=[timed("rope", 0.98), timed("fox", 0.96)]))
+    text = attention_page.page(folder)
+    assert line(text, "Through `relpos train`", "`rope`") == "| `rope` | 490k (98.0%) | 97.0% | yes |"
+    assert line(text, "Through `relpos train`", "`fox`").endswith("| no, at 1,024 |")
+    assert "| 500k (100%) |" in line(text, "A training step", "`rope`")
+    change(path, lambda value: value.update(rows=[{k: v for k, v in timed("rope", 1).items() if "train" not in k}]))
+    assert "Through `relpos train`" not in attention_page.page(folder)
+
+
 def test_the_picture_shows_the_results_that_are_there(folder, tmp_path):
     with Image.open(attention_page.PICTURE) as shipped:
         assert shipped.info["Source"] == attention_page.digest(), "run `make docs`"

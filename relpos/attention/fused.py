@@ -52,7 +52,7 @@ def _interpreted() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _installed() -> bool:
+def installed() -> bool:
     return _found()
 
 
@@ -63,7 +63,7 @@ def _found() -> bool:
 
 def obstacle(q: Tensor, k: Tensor, terms: list[Term], layout: Layout, *, rescores: bool = False) -> str | None:
     """Why the fused kernels cannot run such a call; None if they can."""
-    if not _installed():
+    if not installed():
         return "Triton is not installed"
     if not q.is_cuda and not interpreted():
         return f"it needs a CUDA GPU, and q is on {q.device.type} (TRITON_INTERPRET=1 runs the kernels slowly on a CPU)"

@@ -1,7 +1,7 @@
 """Turning q and k by their angles: one pass over memory on a GPU, plain PyTorch everywhere else.
 
 The backward pass of a rotation is the rotation by the opposite angle (with the same factor), so one kernel serves both.
-Inside torch.compile the plain form is used: the compiler fuses it with its neighbours.
+Inside torch.compile too: what the compiler makes of the plain form costs a tenth of a training step of GPT-2 Small.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relpos.attention import reference
-from relpos.attention.fused import interpreted
+from relpos.attention.fused import installed, interpreted
 from relpos.terms import Rotation
 
 
@@ -70,28 +70,48 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
     return y
 
 
-class _Turn(torch.autograd.Function):
-    forward = staticmethod(_turn)
+_operator = torch.library.custom_op("relpos::turn", _turn, mutates_args=())  # what a compiled model sees
 
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(inputs[1], inputs[2])
-        ctx.interleaved, ctx.back = inputs[3:]
+
+@_operator.register_fake
+def _(x, cos, sin, interleaved, back):
+    B, H, T, D = x.shape
+    return x.new_empty(B, T, H, D).transpose(1, 2)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[1], inputs[2])
+    ctx.interleaved, ctx.back = inputs[3:]
+
+
+def _gradient(ctx, dy, turn=_operator):
+    cos, sin = ctx.saved_tensors
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    return turn(dy, cos, sin, ctx.interleaved, not ctx.back), None, None, None, None
+
+
+_operator.register_autograd(_gradient, setup_context=_save)
+
+
+class _Eager(torch.autograd.Function):
+    """The same without the dispatcher's cost."""
+
+    forward = staticmethod(_turn)
+    setup_context = staticmethod(_save)
 
     @staticmethod
     def backward(ctx, dy):
-        cos, sin = ctx.saved_tensors
-        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        return _turn(dy, cos, sin, ctx.interleaved, not ctx.back), None, None, None, None
+        return _gradient(ctx, dy, _turn)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x [B,H,T,D] turned, on whatever is best for its device."""
     learned = cos.requires_grad or sin.requires_grad
-    kernel = (x.is_cuda or interpreted()) and not learned and x.dtype != torch.float64
-    if not kernel or torch.compiler.is_compiling() or x.stride(-1) != 1:
+    kernel = (x.is_cuda and installed() or interpreted()) and not learned and x.dtype != torch.float64
+    if not kernel or x.stride(-1) != 1:
         return reference.rotate(x, cos, sin, interleaved)
-    return _Turn.apply(x, cos.float().contiguous(), sin.float().contiguous(), interleaved, False)
+    run = _operator if torch.compiler.is_compiling() else _Eager.apply
+    return run(x, cos.float().contiguous(), sin.float().contiguous(), interleaved, False)
 
 
 def apply_rotation(q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:

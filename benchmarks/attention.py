@@ -30,6 +30,7 @@ import relpos  # noqa: E402
 from relpos.attention import attend, prepare  # noqa: E402
 from relpos.encodings import build  # noqa: E402
 from relpos.terms import Layout  # noqa: E402
+from relpos.training import record  # noqa: E402
 
 TOKENS = 32768
 FLUSH = torch.empty(0)
@@ -300,6 +301,7 @@ def main() -> None:
         "what": "causal attention, forward and forward + backward, bfloat16, 32,768 tokens a call, medians",
         "machine": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "relpos": relpos.__version__},
+        "commit": (record.git_commit() or {"commit": "unknown"})["commit"],
         "ceilings": top,
         "floors": [
             {"length": n, "head_dim": d, **floor_ms(n, 768 // d, d, top)}

@@ -60,8 +60,8 @@ class Measured:
 def page(folder: Path = RESULTS) -> str:
     """The Markdown."""
     m = Measured(folder)
-    parts = [how(m), verdict(m), both(m), plot(), memory(m), forward(m), floor(m), eager(m), wide(m), decode(m)]
-    return "\n\n".join([*parts, training(folder)])
+    speed = [how(m), verdict(m), both(m), *later(m), plot(), memory(m), forward(m), floor(m), eager(m)]
+    return "\n\n".join([*speed, wide(m), decode(m), training(folder)])
 
 
 def digits(x: float) -> str:
@@ -116,7 +116,8 @@ def heads(m: Measured, *more: str) -> list[str]:
 def how(m: Measured) -> str:
     f, top = m.file, m.file["ceilings"]
     return (
-        f"`benchmarks/attention.py` on one {f['machine']}, PyTorch {f['versions']['torch']}: {f['what']}; 12 heads of "
+        f"`benchmarks/attention.py` on one {f['machine']}, PyTorch {f['versions']['torch']}, the kernels of commit "
+        f"{f['commit'][:7]}: {f['what']}; 12 heads of "
         "64 where nothing else is said, random data, every gradient. A call always holds the same number of tokens: "
         "twice the length is half the batch, so memory linear in the length is the same number in every column.\n\n"
         "- **Times** are GPU time from the first kernel of a call to its last, with the launches queued ahead as in a "
@@ -129,6 +130,25 @@ def how(m: Measured) -> str:
         "copy.\n"
         "- A dash: not measured. Peers that take seconds to compile or to run were measured at a few lengths."
     )
+
+
+def later(m: Measured) -> list[str]:
+    """Rows that were measured once more after the kernels changed, if any."""
+    again = m.file.get("later")
+    if not again:
+        return []
+    rows = {(r["name"], r["length"]): r["both_ms"] for r in again["rows"]}
+    lengths = sorted({n for _, n in rows})
+    lines = [
+        f"With the kernels of commit {again['commit'][:7]}, {again['what']}: ms (times flash's).",
+        "",
+        "|  | " + " | ".join(f"{n:,}" for n in lengths) + " |",
+        "|---|" + "---|" * len(lengths),
+    ]
+    for name in dict.fromkeys(name for name, _ in rows):
+        cells = [f"{digits(rows[name, n])} ({rows[name, n] / rows[FLASH, n]:.2f})" for n in lengths]
+        lines.append(f"| {shown(name)} | " + " | ".join(cells) + " |")
+    return ["\n".join(lines)]
 
 
 def verdict(m: Measured) -> str:

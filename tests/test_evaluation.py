@@ -310,6 +310,14 @@ def test_effective_context(losses, length, hurts):
     assert (found["length"], found["first_that_hurts"]) == (length, hurts)
 
 
+def test_rounding_is_no_effect():
+    """Where a bias has faded out the lengths differ by a rounding, the same in every cluster."""
+    found = effective_context(last_entry(4.0, 3.9, 3.9 + 6e-6, 3.9 - 6e-6, noise=1e-7))
+    assert (found["length"], found["first_that_hurts"]) == (2, None)
+    assert [step["verdict"] for step in found["steps"]] == ["helps", "unclear", "unclear"]
+    assert effective_context(last_entry(4.0, 3.9, 3.9 + 6e-4, noise=1e-7))["first_that_hurts"] == 4
+
+
 def test_effective_context_needs_the_last_protocol():
     assert effective_context(None)["length"] is None
     assert "fewer than two" in effective_context(last_entry(3.0))["reason"]
@@ -627,6 +635,18 @@ def test_curves_show_every_model_with_its_interval():
     ax = curves.loss_by_position(loaded.perplexity).axes[0]
     labels = [line.get_label() for line in ax.lines if not line.get_label().startswith("_")]
     assert labels == ["kerple", "learned:max_positions=32 (to 32)"]
+
+
+def test_positions_come_from_the_shortest_windows_that_reach_them(monkeypatch):
+    monkeypatch.setattr(curves, "LEAST", 1)  # no bins put together
+    text = make_text(np.random.default_rng(0).integers(1, VOCABULARY, 16 * 64 + 1))
+    value = evaluate(ours("alibi"), text, Settings((16, 64), ("blocks",)))
+    short, long = (row["positions"] for row in value["protocols"]["blocks"]["results"])
+    line, dots = curves.loss_by_position([("a", value)]).axes[0].lines[:2]
+    beyond = [loss for start, loss in zip(long["bins"]["from"], long["bins"]["loss"], strict=True) if start >= 16]
+    np.testing.assert_allclose(line.get_ydata(), short["bins"]["loss"] + beyond)
+    every = np.concatenate([results.unpack(short["loss_f32_base64"]), results.unpack(long["loss_f32_base64"])[16:]])
+    np.testing.assert_allclose(dots.get_ydata(), every, rtol=1e-6)  # 64 positions, a dot each
 
 
 # Passkey.

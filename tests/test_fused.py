@@ -141,6 +141,12 @@ def test_window(spec):
     compare(spec, HALF, window=9)
 
 
+@pytest.mark.parametrize("spec", [*KINDS, "inkling:rank=3,length=50"])
+def test_whole_blocks(spec):
+    """Loads go without masks, and a profile has runs of tiles on one piece, with one rho and with many."""
+    compare(spec, HALF, T=128, B=1, heads=2, key_heads=1)
+
+
 @pytest.mark.parametrize("spec", ["cable", "kerple", "t5"])
 def test_twelve_heads_one_token_and_a_block_plus_one(spec):
     compare(spec, HALF, heads=12, key_heads=12, T=33, B=1)

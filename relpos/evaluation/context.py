@@ -1,11 +1,12 @@
 """Effective context: how long a text may get before more of it stops helping, and when it begins to hurt.
 
 Rule. Take the `last` protocol, where all lengths are scored on the same tokens. Walk through the measured lengths from
-short to long and compare each with the best (lowest loss) of the shorter ones. The difference of the two mean losses
-is paired token by token, and its 95% interval comes from the clusters. A length *helps* if the interval lies below
-zero, *hurts* if it lies above. The effective context is the longest length that helps, looking only at lengths before
-the first one that hurts; if none helps, it is the shortest length measured. Comparisons are not corrected for their
-number.
+short to long and compare each with the best (lowest loss) of the shorter ones. The difference of the two mean losses is
+paired token by token, and its 95% interval comes from the clusters. A length *helps* if the interval lies below zero,
+*hurts* if it lies above, and neither if the difference is under 0.0001 nats (0.01% of perplexity): where a bias has
+faded out, lengths differ by the rounding of float32, and that can be significant. The effective context is the longest
+length that helps, looking only at lengths before the first one that hurts; if none helps, it is the shortest length
+measured. Comparisons are not corrected for their number.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from relpos.evaluation.statistics import clustered_mean
 
 RULE = (
     "On the tokens of the `last` protocol, each length is compared with the best shorter one: it helps if the 95% "
-    "interval of the paired difference in mean loss lies below zero, hurts if it lies above. Effective context: the "
-    "longest length that helps before the first that hurts; the shortest length measured if none helps. Not corrected "
-    "for multiple comparisons."
+    "interval of the paired difference in mean loss lies below zero, hurts if it lies above; differences under 0.0001 "
+    "nats count as none. Effective context: the longest length that helps before the first that hurts; the shortest "
+    "length measured if none helps. Not corrected for multiple comparisons."
 )
+LEAST = 1e-4  # nats
 
 
 def effective_context(protocol: dict[str, Any] | None) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def effective_context(protocol: dict[str, Any] | None) -> dict[str, Any]:
     for row in rows[1:]:
         difference = clustered_mean(np.asarray(row["cluster_loss"]) - np.asarray(best["cluster_loss"]), counts)
         verdict = "unclear"
-        if difference.low is not None and difference.high is not None:
+        if difference.low is not None and difference.high is not None and abs(difference.value) >= LEAST:
             verdict = "helps" if difference.high < 0 else "hurts" if difference.low > 0 else "unclear"
         steps.append(
             {

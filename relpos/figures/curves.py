@@ -127,42 +127,60 @@ def _short(protocol: str, results: Results) -> str:
 LEAST = 128  # tokens behind a point of the line: the first positions have only one per window
 
 
-def _merged(bins: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Centres and mean losses of bins, neighbours put together until a point stands for LEAST tokens."""
+def _merged(rows: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Centres and mean losses of bins, each from the shortest windows that reach it, of which there are most. Bins are
+    put together until a point stands for LEAST tokens."""
     points: list[list[float]] = []  # from, to, tokens, summed loss
-    for low, high, tokens, loss in zip(bins["from"], bins["to"], bins["tokens"], bins["loss"], strict=True):
-        if not tokens:
-            continue
-        if points and points[-1][2] < LEAST:
-            last = points[-1]
-            points[-1] = [last[0], high, last[2] + tokens, last[3] + tokens * loss]
-        else:
-            points.append([low, high, tokens, tokens * loss])
+    done = 0  # positions up to here are taken
+    for row in rows:
+        bins = row["positions"]["bins"]
+        for low, high, tokens, loss in zip(bins["from"], bins["to"], bins["tokens"], bins["loss"], strict=True):
+            if not tokens or low < done:
+                continue
+            if points and points[-1][2] < LEAST:
+                last = points[-1]
+                points[-1] = [last[0], high, last[2] + tokens, last[3] + tokens * loss]
+            else:
+                points.append([low, high, tokens, tokens * loss])
+        done = row["length"]
     low, high, tokens, total = np.array(points, float).T
     return np.sqrt(low * high), total / tokens
 
 
+def _every(rows: list[dict[str, Any]]) -> np.ndarray | None:
+    """The loss at every position, each from the shortest windows that reach it; None where a result does not hold it."""
+    if not all("loss_f32_base64" in row["positions"] for row in rows):
+        return None
+    parts, done = [], 0
+    for row in rows:
+        parts.append(result.unpack(row["positions"]["loss_f32_base64"])[done:])
+        done = row["length"]
+    return np.concatenate(parts)
+
+
 def loss_by_position(results: Results) -> Figure:
-    """Mean loss against the number of tokens before, in the longest windows each model was measured with: the line is
-    the mean over bins (four per doubling, wider at the start), the faint dots the mean over 1/64 of the window, where
-    the result holds every position."""
+    """Mean loss against the number of tokens before, each position in the shortest windows that reach it: a text has
+    more of them, and what a causal model says does not depend on what follows. The line is the mean over bins (four
+    per doubling, wider at the start), the faint dots the mean over 1/64 of the longest window, where the result holds
+    every position."""
     chosen = []
     for label, v in results:
         rows = [r for r in _measured(v, "blocks") if "positions" in r]
         if rows:
-            chosen.append((label, max(rows, key=lambda r: r["length"])))
+            chosen.append((label, sorted(rows, key=lambda r: r["length"])))
     if not chosen:
         raise UserError("loss by position needs the protocol `blocks`: no file holds it")
-    longest = max(row["length"] for _, row in chosen)
+    longest = max(rows[-1]["length"] for _, rows in chosen)
     with style():
         fig = Figure(figsize=(5.4 + (1.6 if len(chosen) > 1 else 0), 3.5), layout="constrained")
         ax = fig.subplots()
         lows, highs = [], []
-        for number, (label, row) in enumerate(chosen):
-            x, y = _merged(row["positions"]["bins"])
-            ax.plot(x, y, label=label if row["length"] == longest else f"{label} (to {row['length']})", **_look(number))
-            if "loss_f32_base64" in row["positions"]:
-                _dots(ax, result.unpack(row["positions"]["loss_f32_base64"]), _look(number)["color"])
+        for number, (label, rows) in enumerate(chosen):
+            x, y = _merged(rows)
+            own, every = rows[-1]["length"], _every(rows)
+            ax.plot(x, y, label=label if own == longest else f"{label} (to {own})", **_look(number))
+            if every is not None:
+                _dots(ax, every, _look(number)["color"])
             late = y[x >= min(8, longest / 4)]
             lows.append(np.nanmin(y))
             highs.append(np.nanmax(late))
@@ -173,7 +191,7 @@ def loss_by_position(results: Results) -> Figure:
         _train_length(ax, results)
         ax.set_xlabel("tokens before, in the same window")
         ax.set_ylabel("mean loss (nats per token)")
-        ax.set_title("Loss by position, protocol blocks")
+        ax.set_title("Loss by position, protocol blocks, the shortest windows that reach it")
         ax.grid(True, color="0.9", linewidth=0.6)
         _legend(fig, ax, len(chosen))
     return fig

@@ -397,7 +397,7 @@ def passkey(
     depths: Annotated[
         str, typer.Option(help="Where the key stands, 0 (beginning) to 1 (end), by commas.")
     ] = "0,0.25,0.5,0.75,1",
-    keys: Annotated[int, typer.Option(help="Prompts per cell.")] = 3,
+    keys: Annotated[int, typer.Option(help="Prompts per cell.")] = 2,
     seed: Annotated[int, typer.Option(help="Draws the keys.")] = 0,
     filler: Annotated[
         Path | None, typer.Option(help="A text file to hide the key in; repeated sentences by default.")

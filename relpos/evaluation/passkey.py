@@ -60,7 +60,7 @@ class Grid:
 
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    keys: int = 3  # prompts per cell
+    keys: int = 2  # prompts per cell
     seed: int = 0
 
     def resolve(self) -> Grid:

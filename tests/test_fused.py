@@ -147,6 +147,17 @@ def test_whole_blocks(spec):
     compare(spec, HALF, T=128, B=1, heads=2, key_heads=1)
 
 
+def test_one_rho_for_the_first_queries():
+    """There a profile's values are a table by distance."""
+    for dtype, T, length in ((HALF, 128, 500), (torch.float32, 77, 500), (HALF, 256, 150)):
+        compare(f"fire:width=8,length={length}", dtype, T=T, B=2 if T == 77 else 1, heads=2, key_heads=1)
+    mask = torch.ones(2, 77, dtype=torch.bool)
+    mask[0, :7] = False
+    mask[1, -5:] = False
+    compare("fire:width=8,length=500", HALF, T=77, heads=2, key_heads=1, key_padding_mask=mask)
+    compare("fire:width=8,length=500", HALF, T=77, Tq=40, heads=2, key_heads=1, q_offset=20)
+
+
 @pytest.mark.parametrize("spec", ["cable", "kerple", "t5"])
 def test_twelve_heads_one_token_and_a_block_plus_one(spec):
     compare(spec, HALF, heads=12, key_heads=12, T=33, B=1)
@@ -222,7 +233,7 @@ def test_nothing_is_quadratic(spec, monkeypatch):
     assert largest.numel < T * T / 2
 
 
-@pytest.mark.parametrize("spec", ["rope", "cable", "kerple", "t5"])
+@pytest.mark.parametrize("spec", ["rope", "cable", "kerple", "t5", "fire:width=4", "inkling:rank=2"])
 def test_compiles_whole(spec):
     encoding = build(spec, heads=2, head_dim=16).to(DEVICE)
     q, k, v = (torch.randn(1, 2, 20, 16, device=DEVICE, requires_grad=True) for _ in range(3))
@@ -243,7 +254,7 @@ def test_compiles_whole(spec):
 def test_the_operator_is_well_formed():
     q, k, v = (torch.randn(1, 2, 9, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     slopes = torch.rand(2, device=DEVICE, requires_grad=True)
-    arguments = (q, k, v, slopes, *[None] * 6, fused.SLOPE, 0, True, 0, 0, 0.25)
+    arguments = (q, k, v, slopes, *[None] * 8, fused.SLOPE, 0, True, 0, 0, 0.25)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(fused._attend, arguments, test_utils=checks)
 

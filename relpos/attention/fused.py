@@ -110,9 +110,9 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
 _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
     ("backward_k", GATED): ((32, 64, 4, 3, 168), None),
     ("backward_k", PROFILE): ((32, 64, 4, 3, 168), None),
-    ("forward", KNOTTED): ((64, 64, 4, 2, 168), (64, 64, 4, 2, 0)),
+    ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     ("backward_q", KNOTTED): ((64, 32, 4, 3, 168), (64, 32, 4, 2, 0)),
-    ("backward_k", KNOTTED): ((32, 64, 4, 1, 168), (32, 64, 4, 1, 0)),
+    ("backward_k", KNOTTED): ((32, 64, 4, 3, 168), (32, 64, 4, 1, 0)),
     ("forward", BANK): ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     ("backward_q", BANK): ((64, 64, 4, 2, 0), (64, 64, 4, 1, 0)),
     ("backward_k", BANK): ((64, 64, 4, 2, 0), (32, 64, 4, 2, 0)),
@@ -139,19 +139,20 @@ def _power(n: int) -> int:
 class _Call:
     """What the kernels of one call share."""
 
-    def __init__(self, q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale):
+    def __init__(self, q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale):
         self.q = q
         self.B, self.H, self.Tq, self.D = q.shape
         self.Tk = k.shape[2]
         self.kind, self.origin, self.scale = kind, origin, scale
-        size, strides = 0, [0, 0, 0]
+        size, strides = 0, [0, 0, 0, 0]
         more: dict[str, int] = {}
         if kind in (POTENTIAL, LOG):
-            strides = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (a, b, c)]
+            strides[:3] = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (a, b, c)]
             more = {"GATED": c is not None}
         elif kind == PROFILE:
             strides[0] = 0 if b.shape[0] == 1 else b.stride(0)
             size = int(a.numel() > 1)
+            strides[3] = int(flat is not None and flat.numel() > 1)
             more = {"KNOTS": c.numel(), "KP": max(2, _power(c.numel()))}
         elif kind == DISTANCE:
             size, more = a.shape[1], {"HAS_FAR": True}
@@ -161,7 +162,7 @@ class _Call:
         self.size = size
         self.reach = size - origin - (kind == DISTANCE)
         # A missing tensor becomes a pointer that is never read.
-        self.term = [*(q if x is None else x for x in (meta, docs, a, b, c, d, e)), *strides, size, origin]
+        self.term = [*(q if x is None else x for x in (meta, docs, a, b, c, d, e, f, flat)), *strides, size, origin]
         self.sizes = [self.H, self.H // k.shape[1], self.Tq, self.Tk, q_offset, scale * LOG2E]
         exact = q.dtype == torch.float32
         self.flags = dict(
@@ -187,20 +188,21 @@ class _Call:
         getattr(kernels, kernel)[grid](*outs, *self.term, *strides, *self.sizes, *scalars, F, **options)
 
 
-# Bits of the operands a .. e in `wants`.
-A, B_, C, D, E = (1 << n for n in range(5))
+# Bits of the operands a .. f in `wants`.
+A, B_, C, D, E, F_ = (1 << n for n in range(6))
 
 
-def _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale):
-    call = _Call(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale)
+def _forward(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale):
+    call = _Call(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale)
     out, lse = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
     call.launch("forward", grid, [q, k, v, out, lse], [q, k, v, out], [call.reach])
     return out, lse
 
 
-def _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, wants):
-    call = _Call(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale)
+def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale,
+              wants):  # fmt: skip
+    call = _Call(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale)
     if do.stride(-1) != 1:
         do = do.contiguous()
     dq, dk, dv = _like(q), _like(k), _like(v)
@@ -260,6 +262,8 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, ca
             of_pieces[:, :-1] -= sums[:, K + 1 :]
             grads[D], grads[E] = of_pieces[..., 0].contiguous(), of_pieces[..., 1].contiguous()
             grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
+            if wants & F_:
+                grads[F_] = _table_gradient(call, inputs)
         else:
             grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
             of_rate = of_rate * d[:, 0] / a.clamp(min=1e-12)
@@ -272,7 +276,7 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, ca
         if wants & B_:
             grads[B_] = _bank_gradient(call, inputs, b)
     # An operator's results may not be one tensor twice, nor one of its inputs.
-    return (dq, dk, dv, *[grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E)])
+    return (dq, dk, dv, *[grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E, F_)])
 
 
 def _diagonals(call: _Call, kernel: str, last: int) -> tuple[int, int, int, int]:
@@ -316,6 +320,16 @@ def _distance_gradient(call: _Call, inputs: list[Tensor], far: Tensor, values: T
     return grad
 
 
+def _table_gradient(call: _Call, inputs: list[Tensor]) -> Tensor:
+    """Of a profile's values by distance, [H, Tk]."""
+    n, before, count, shares = _diagonals(call, "backward_distance", call.Tk - 1)
+    out = inputs[4].new_empty(shares, call.H, count, 2 * n)
+    call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4],
+                [call.reach, call.B, -before], GRAD=True)  # fmt: skip
+    sums = _by_distance(out.sum(0).permute(1, 2, 0), n).T
+    return sums[:, n : n + call.Tk].contiguous()
+
+
 def _bank_gradient(call: _Call, inputs: list[Tensor], bank: Tensor) -> Tensor:
     size = min(bank.shape[1], call.Tk)
     n, before, count, shares = _diagonals(call, "backward_bank", size - 1)
@@ -332,40 +346,40 @@ _O = Optional[Tensor]  # noqa: UP045 - the operator's schema is read from it
 
 
 @torch.library.custom_op("relpos::attend", mutates_args=())
-def _attend(q: _T, k: _T, v: _T, a: _O, b: _O, c: _O, d: _O, e: _O, meta: _O, docs: _O, kind: int, origin: int,
-            causal: bool, window: int, q_offset: int, scale: float) -> tuple[_T, _T]:  # fmt: skip
-    return _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale)
+def _attend(q: _T, k: _T, v: _T, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O, flat: _O, meta: _O, docs: _O, kind: int,
+            origin: int, causal: bool, window: int, q_offset: int, scale: float) -> tuple[_T, _T]:  # fmt: skip
+    return _forward(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale)
 
 
 @_attend.register_fake
-def _(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale):
+def _(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale):
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("relpos::attend_backward", mutates_args=())
-def _attend_backward(do: _T, q: _T, k: _T, v: _T, out: _T, lse: _T, a: _O, b: _O, c: _O, d: _O, e: _O, meta: _O,
-                     docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int, scale: float,
-                     wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
-    return _backward(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale,
-                     wants)  # fmt: skip
+def _attend_backward(do: _T, q: _T, k: _T, v: _T, out: _T, lse: _T, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O,
+                     flat: _O, meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
+                     scale: float, wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
+    return _backward(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset,
+                     scale, wants)  # fmt: skip
 
 
 @_attend_backward.register_fake
-def _(do, q, k, v, out, lse, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, wants):
-    terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e))]
+def _(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale, wants):
+    terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e, f))]
     return (_like(q), _like(k), _like(v), *terms)
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:10])
-    ctx.scalars = inputs[10:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:12])
+    ctx.scalars = inputs[12:]
 
 
 def _gradients(ctx, do, _lse, backward=_attend_backward):
     needs = ctx.needs_input_grad
-    wants = sum(1 << bit for bit in range(5) if needs[3 + bit])
+    wants = sum(1 << bit for bit in range(6) if needs[3 + bit])
     dq, dk, dv, *grads = backward(do, *ctx.saved_tensors, *ctx.scalars, wants)
-    return (dq, dk, dv, *[x if needs[3 + n] else None for n, x in enumerate(grads)], *[None] * 8)
+    return (dq, dk, dv, *[x if needs[3 + n] else None for n, x in enumerate(grads)], *[None] * 9)
 
 
 _attend.register_autograd(_gradients, setup_context=_save)
@@ -384,18 +398,39 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, _lse):
-        return (None,) * 16 if do is None else _gradients(ctx, do, None, _backward)
+        return (None,) * 18 if do is None else _gradients(ctx, do, None, _backward)
 
 
 def _flat(x: Tensor) -> Tensor:
     return x.float().contiguous()
 
 
-def _operands(terms: list[Term]) -> tuple[list[Tensor | None], int, int]:
-    """The kernels' operands a .. e, the kind and the origin."""
+BLOCK = 128  # a multiple of every block of queries
+
+
+def _table_of(term: Profile, layout: Layout) -> list[Tensor]:
+    """A profile's values by distance for the rho of the first query, [H, Tk], and for how many of the first queries of
+    each row it holds, [1 or B]: all, or a multiple of every block."""
+    rho = term.rho[:1, :1]
+    u = torch.log1p(term.rate[:, None] * torch.arange(layout.Tk, device=rho.device)) * rho  # [1 or H, Tk]
+    piece = torch.bucketize(u.detach(), term.knots)
+    chosen = (piece[..., None] == torch.arange(term.knots.numel() + 1, device=rho.device)).double()
+    # A product, whose gradient is one too: sums without atomics. In float64, as float32 ones may be rounded to 10 bits.
+    def pick(x: Tensor) -> Tensor:
+        x = x.double()
+        return x @ chosen[0].T if chosen.shape[0] == 1 else (chosen @ x[..., None])[..., 0]
+
+    flat = (term.rho == rho).int().cumprod(-1).sum(-1)
+    flat = torch.where(flat == layout.Tq, layout.Tq, flat // BLOCK * BLOCK)
+    return [(pick(term.offset) + pick(term.slope) * u).float(), flat.int()]
+
+
+def _operands(terms: list[Term], layout: Layout) -> tuple[list[Tensor | None], int, int]:
+    """The kernels' operands a .. f, for how many queries f holds, the kind and the origin."""
     term = terms[0] if terms else None
     given: list[Tensor] = []
     kind = origin = 0
+    more: list[Tensor] = []
     if isinstance(term, Slope):
         kind, given = SLOPE, [term.slopes]
     elif isinstance(term, Potential):
@@ -403,11 +438,14 @@ def _operands(terms: list[Term]) -> tuple[list[Tensor | None], int, int]:
         given = [term.query, term.key, *([] if term.gate is None else [term.gate])]
     elif isinstance(term, Profile):
         kind, given = PROFILE, [term.rate.reshape(-1), term.rho, term.knots, term.slope, term.offset]
+        if term.knots.numel() and layout.causal and layout.cu_seqlens is None and not layout.window:
+            more = _table_of(term, layout)
     elif isinstance(term, Distance):
         kind, given, origin = DISTANCE, [term.values], term.origin
     elif isinstance(term, Bank):
         kind, given = BANK, [term.query, term.bank]
-    return [*map(_flat, given), *[None] * (5 - len(given))], kind, origin
+    filled: list[Tensor | None] = [*map(_flat, given), *[None] * (5 - len(given))]
+    return [*filled, *(more or (None, None))], kind, origin
 
 
 def _sorted_by(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -451,7 +489,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, s
         number = torch.bucketize(torch.arange(layout.Tk, device=q.device), layout.cu_seqlens, right=True)
         docs = torch.stack((borders[number - 1], borders[number])).contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    given, kind, origin = _operands(terms)
+    given, kind, origin = _operands(terms, layout)
     run = _attend if torch.compiler.is_compiling() else _Eager.apply
     start = 0 if isinstance(offset, Tensor) else int(offset)
     out, _ = run(q, k, v, *given, meta, docs, kind, origin, layout.causal, layout.window or 0, start, float(scale))

@@ -5,7 +5,7 @@ Three kernels walk the tiles of the score matrix: `forward` and `backward_q` own
 queries nor keys: `backward_distance` (a table by distance) and `backward_bank` (a bank of them). Nothing is summed with
 atomics: whoever owns a sum writes it, so results repeat bit by bit.
 
-What the five term operands `a` .. `e` hold, by KIND (shapes as in relpos/terms.py):
+What the term operands `a` .. `e` hold, by KIND (shapes as in relpos/terms.py):
 
 | KIND           | a                    | b             | c            | d              | e               |
 |----------------|----------------------|---------------|--------------|----------------|-----------------|
@@ -14,6 +14,10 @@ What the five term operands `a` .. `e` hold, by KIND (shapes as in relpos/terms.
 | PROFILE        | rate [1 or H]        | rho [., Tq]   | knots [K]    | slope [H, K+1] | offset [H, K+1] |
 | DISTANCE       | values [H, size]     |               |              |                |                 |
 | BANK           | rows [., H, Tq, R]   | bank [R, size]|              |                |                 |
+
+A profile with knots also has `f` [H, Tk], its values by distance for the rho of the first query, and `g` [.], how many
+queries that rho holds for (all, or a multiple of every block): there the distance alone decides, as with a table. Of
+the other tiles most lie on one piece.
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
@@ -39,8 +43,8 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
-# Of tiles: any; beyond the reach of a table or bank; on one piece of a profile.
-ANY, FAR, PURE = (tl.constexpr(n) for n in range(3))
+# Of tiles: any; beyond the reach of a table or bank; on one piece of a profile; where a profile has a table.
+ANY, FAR, PURE, TABLE = (tl.constexpr(n) for n in range(4))
 
 
 class Flags(NamedTuple):
@@ -77,11 +81,15 @@ class Term(NamedTuple):
     c: Any
     d: Any
     e: Any
-    q_b: Any  # batch strides: what belongs to queries, keys, gates; 0 where the batch shares it
+    f: Any
+    g: Any
+    q_b: Any  # batch strides: what belongs to queries, keys, gates, g; 0 where the batch shares it
     k_b: Any
     g_b: Any
+    f_b: Any
     size: Any
     origin: Any
+    Tk: Any
 
 
 class Head(NamedTuple):
@@ -222,8 +230,17 @@ def _spread(x, TURNED: tl.constexpr, F: tl.constexpr):
 def _table(base, t, h, F: tl.constexpr):
     """Values by distance, [SPAN], of the tile whose first query and first key are `base` apart."""
     d = base - F.BN + tl.arange(0, F.SPAN)
-    at = tl.minimum(tl.maximum(d + t.origin, 0), t.size - 1)
-    return tl.load(t.a + h * t.size + at) * LOG2E
+    if F.KIND == PROFILE:
+        return tl.load(t.f + h * t.Tk + tl.minimum(tl.abs(d), t.Tk - 1)) * LOG2E
+    else:
+        at = tl.minimum(tl.maximum(d + t.origin, 0), t.size - 1)
+        return tl.load(t.a + h * t.size + at) * LOG2E
+
+
+@triton.jit
+def _flat(t, b, F: tl.constexpr):
+    """How many queries a profile's table holds for."""
+    return tl.load(t.g + b * t.f_b) if F.KNOTS > 0 else 0
 
 
 @triton.jit
@@ -269,23 +286,6 @@ def _jump(t, h, k, F: tl.constexpr):
 
 
 @triton.jit
-def _knots(x, u, t, h, r0, r1, F: tl.constexpr):
-    """x plus what the knots r0 .. r1-1 add to a continuous piecewise linear function at u, in log 2 units."""
-    for k in range(r0, r1):
-        x += _jump(t, h, k, F) * LOG2E * tl.maximum(u - tl.load(t.c + k), 0.0)
-    return x
-
-
-@triton.jit
-def _slopes(psi, rho, head, t, r0, r1, F: tl.constexpr):
-    """The profile's slope by distance, where one rho holds."""
-    x = psi * 0.0 + tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
-    for k in range(r0, r1):
-        x += tl.where(psi * rho > tl.load(t.c + k), _jump(t, head.h, k, F), 0.0)
-    return x
-
-
-@triton.jit
 def _pure_keys(n0, end, mcol, info, head, t, F: tl.constexpr):
     """For a block of queries: where the run of tiles that begins at key n0 and has no knots ends, and its piece."""
     r0, r1 = _pieces_in(mcol - n0, head.rate, info.rho_lo, info.rho_hi, head.knots, F)
@@ -303,18 +303,13 @@ def _pure_keys(n0, end, mcol, info, head, t, F: tl.constexpr):
 
 @triton.jit
 def _add_profile(s, base, q, head, t, TURNED: tl.constexpr, F: tl.constexpr):
-    """Scores plus a profile with knots inside the tile, which of them, and u. Where rho is the same for all queries of
-    the tile, the distance alone decides, and the function is taken of BM + BN - 1 distances only."""
-    psi = _psi(base - F.BN + tl.arange(0, F.SPAN), head.rate)
+    """Scores plus a profile, its u, and how many knots lie below and up to those of the tile."""
+    u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate), TURNED, F) * q.rho
     r0, r1 = _pieces_in(base, head.rate, q.rho_lo, q.rho_hi, head.knots, F)
     piece = _piece(t, head, r0, F)
-    flat = q.rho_lo == q.rho_hi
-    line = piece.slope * psi
-    line = tl.where(flat, line * q.rho_lo + piece.far, line)
-    line = _knots(line, psi * q.rho_lo, t, head.h, r0, tl.where(flat, r1, r0), F)
-    u = _spread(psi, TURNED, F) * q.rho
-    s += _spread(line, TURNED, F) * tl.where(flat, 1.0, q.rho) + tl.where(flat, 0.0, piece.far)
-    s = _knots(s, u, t, head.h, r0, tl.where(flat, r0, r1), F)
+    s += piece.slope * u + piece.far
+    for k in range(r0, r1):  # it is continuous
+        s += _jump(t, head.h, k, F) * LOG2E * tl.maximum(u - tl.load(t.c + k), 0.0)
     return s, u, r0, r1
 
 
@@ -345,7 +340,9 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, TURNED: tl.constexpr, MODE: tl.co
         log = _log2(gap * gap + 1.0, F.EXACT)
         s -= q.gate * log if F.GATED else log
     if F.KIND == PROFILE:
-        if F.KNOTS == 0 or MODE == PURE:
+        if MODE == TABLE:
+            s += _spread(_table(base, t, head.h, F), TURNED, F)
+        elif F.KNOTS == 0 or MODE == PURE:
             u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate), TURNED, F) * q.rho
             s += head.slope * u + head.far
         else:
@@ -522,14 +519,14 @@ def _forward_tiles(
 
 @triton.jit
 def forward(
-    Q, K, V, O, Lse, Meta, Docs, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin,
+    Q, K, V, O, Lse, Meta, Docs, TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, F: tl.constexpr,
 ):  # fmt: skip
     # Long rows first: the last blocks of a causal matrix have the most to do.
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
-    t = Term(TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin)
+    t = Term(TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin, Tk)
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     mcol = q_off + m0
     r = m0 + tl.arange(0, F.BM)
@@ -546,7 +543,16 @@ def forward(
     if F.HAS_FAR and F.CAUSAL:
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
                                    False, FAR, F)  # fmt: skip
+    masked = full
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
+        if m0 < _flat(t, b, F):
+            far = full
+            masked = end
+        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
+                                   False, TABLE, F)  # fmt: skip
+        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, full, masked, mcol, klen, SK, info, head, t, c2,
+                                   True, TABLE, F)  # fmt: skip
+        begin = far
         while begin < full:
             stop, piece = _pure_keys(begin, full, mcol, info, head, t, F)
             acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, stop, mcol, klen, SK, info,
@@ -557,7 +563,7 @@ def forward(
     elif not (F.DOCS or F.WINDOW > 0):
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
                                    False, ANY, F)  # fmt: skip
-    acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2,
+    acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, masked, end, mcol, klen, SK, info, head, t, c2,
                                True, ANY, F)  # fmt: skip
 
     l = tl.sum(l, 1)
@@ -616,12 +622,10 @@ def _backward_q_tiles(
                 if F.GATED:
                     by_gate -= _fold(ds * log, F.BM, F.BN)
                     of_gate -= _fold(w * log, F.BM, F.BN)
-            if F.KIND == PROFILE and F.KNOTS > 0:  # rho's, where S_i stands
+            if F.KIND == PROFILE and F.KNOTS > 0 and MODE != TABLE:  # rho's, where S_i stands
                 line = _psi(mcol - n0 - F.BN + tl.arange(0, F.SPAN), head.rate)
                 if MODE == PURE:
                     pull = _spread(line * (head.slope * LN2), False, F)
-                elif info.rho_lo == info.rho_hi:
-                    pull = _spread(line * _slopes(line, info.rho_lo, head, t, r0, r1, F), False, F)
                 else:
                     psi = _spread(line, False, F)
                     pull = psi * tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
@@ -652,8 +656,8 @@ def _slide(x, TURNED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, Meta, Docs, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size,
-    t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
+    Q, K, V, O, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, Meta, Docs, TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f,
+    t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
     H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dQ, the delta that the other kernels use, and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
@@ -661,7 +665,7 @@ def backward_q(
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
-    t = Term(TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin)
+    t = Term(TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin, Tk)
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     mcol = q_off + m0
     r = m0 + tl.arange(0, F.BM)
@@ -695,7 +699,18 @@ def backward_q(
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, begin, far,
             mcol, klen, SK, info, head, t, c2, False, FAR, F)  # fmt: skip
+    masked = full
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
+        if m0 < _flat(t, b, F):
+            far = full
+            masked = end
+        dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
+            dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, begin, far,
+            mcol, klen, SK, info, head, t, c2, False, TABLE, F)  # fmt: skip
+        dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
+            dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, full, masked,
+            mcol, klen, SK, info, head, t, c2, True, TABLE, F)  # fmt: skip
+        begin = far
         while begin < full:
             stop, piece = _pure_keys(begin, full, mcol, info, head, t, F)
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
@@ -710,7 +725,7 @@ def backward_q(
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, far, full,
             mcol, klen, SK, info, head, t, c2, False, ANY, F)  # fmt: skip
     dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
-        dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, full, end,
+        dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, masked, end,
         mcol, klen, SK, info, head, t, c2, True, ANY, F)  # fmt: skip
 
     _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq * scale, F)
@@ -791,7 +806,7 @@ def _backward_k_tiles(
                 d = tl.abs(mcol - n0 - F.BN + tl.arange(0, F.SPAN)).to(tl.float32)
                 pull = _spread(1.0 / (head.rate * d + 1.0), True, F)
                 rate_sum -= _fold(ds * (rho * pull), F.BN, F.BM)
-            if F.KIND == PROFILE and F.KNOTS > 0:
+            if F.KIND == PROFILE and F.KNOTS > 0 and MODE != TABLE:
                 x = tl.where(j < klen, ds, 0.0)  # these sums run over keys, so keys that are not there must not count
                 d = mcol - n0 - F.BN + tl.arange(0, F.SPAN)
                 away = tl.abs(d).to(tl.float32)
@@ -800,15 +815,6 @@ def _backward_k_tiles(
                     key_sum += _fold(x * u, F.BN, F.BM)
                     flat_sum += _fold(x, F.BN, F.BM)
                     rate_sum += _fold(x * (_spread(away * (head.slope * LN2), True, F) * rho), F.BN, F.BM)
-                elif rho_lo == rho_hi:  # dS summed by distance says it all
-                    line = _psi(d, head.rate) * rho_lo
-                    away *= _slopes(_psi(d, head.rate), rho_lo, head, t, r0, r1, F)
-                    rate_sum += _fold(x * (_spread(away, True, F) * rho), F.BN, F.BM)
-                    x1 = tl.sum(_slide(x, True, F), 1)
-                    _flush(Pieces, r0, _parts(x1 * line, F.SPAN), _parts(x1, F.SPAN))
-                    for y in range(r0, r1):
-                        x2 = tl.where(line > tl.load(t.c + y), x1, 0.0)
-                        _flush(Pieces, F.KNOTS + 1 + y, _parts(x2 * line, F.SPAN), _parts(x2, F.SPAN))
                 else:
                     pull = _spread(away, True, F) * rho
                     rate_sum += _fold(x * pull, F.BN, F.BM) * tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
@@ -860,8 +866,8 @@ def _pieces_of_queries(m0, n0, mcol, Tq, Rho, head, F: tl.constexpr):
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Meta, Docs, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size,
-    t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Meta, Docs, TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f,
+    t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
@@ -873,7 +879,7 @@ def backward_k(
     HKV = H // GROUP
     b = (tl.program_id(1) // HKV).to(tl.int64)
     hk = (tl.program_id(1) % HKV).to(tl.int64)
-    t = Term(TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin)
+    t = Term(TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin, Tk)
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     j1 = n0 + tl.arange(0, F.BN)
     j = j1[:, None]
@@ -928,12 +934,23 @@ def backward_k(
         Pieces = PieceSums + ((b * H + h) * tl.num_programs(0) + tl.program_id(0)) * 8 * (2 * F.KNOTS + 1)
         Lse_h = Lse + row
         Delta_h = Delta + row
+        masked = begin
+        if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
+            flat = _flat(t, b, F)
+            masked = tl.minimum(tl.maximum(flat, begin), full)
+            far = tl.minimum(tl.maximum(flat, full), end)
+            dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, begin, masked, n0, q_off,
+                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, True, TABLE, F)  # fmt: skip
+            dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, full, far, n0, q_off,
+                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, TABLE, F)  # fmt: skip
         if F.CAUSAL or F.DOCS or F.WINDOW > 0:
             dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, begin, full, n0, q_off,
+                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, masked, full, n0, q_off,
                 klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, True, ANY, F)  # fmt: skip
         if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-            m0 = full
+            m0 = far
             while m0 < end:
                 stop, r = _pure_queries(m0, end, n0, q_off + m0, Tq, TB + b * t_q, head, t, F)
                 dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
@@ -977,12 +994,12 @@ def _blocks_on(base, q_off, Tq, Tk, F: tl.constexpr):
     if not F.META:
         begin = tl.minimum(tl.maximum(base - q_off - F.BN + 1, 0) // F.BM, end)
         end = tl.minimum(tl.maximum(tl.cdiv(Tk - q_off + base, F.BM), begin), end)
-    return begin, tl.maximum(end - begin, 1)
+    return begin, end - begin
 
 
 @triton.jit
 def backward_distance(
-    Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin,
+    Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, reach, B, first,
     F: tl.constexpr,
 ):  # fmt: skip
@@ -993,8 +1010,11 @@ def backward_distance(
     h = (tl.program_id(1) % H).to(tl.int64)
     share = tl.program_id(1) // H
     shares = tl.num_programs(1) // H
-    t = Term(TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin)
-    begin, blocks = _blocks_on(base, q_off, Tq, Tk, F)
+    t = Term(TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin, Tk)
+    queries = Tq
+    if F.KNOTS > 0 and not F.META:
+        queries = tl.minimum(_flat(t, 0, F), Tq)
+    begin, blocks = _blocks_on(base, q_off, queries, Tk, F)
     a = tl.arange(0, F.BM)
     total = B * blocks
     each = tl.cdiv(total, shares)
@@ -1023,6 +1043,8 @@ def backward_distance(
             lo = tl.load(Docs + i, mask=i < Tk, other=0)
             hi = tl.load(Docs + Tk + i, mask=i < Tk, other=0)
         ok = _visible(i, j[None, :], klen, j[None, :], lo, hi, F) & (j[None, :] >= 0)
+        if F.KNOTS > 0:
+            ok = ok & (r[:, None] < _flat(t, b, F))
         if F.QM > 0:
             # Far tiles of backward_k, whose blocks are QM x QN, are summed there.
             edge = (tl.maximum(reach + j // F.QN * F.QN + F.QN - 1 - off, 0) + F.QM - 1) // F.QM * F.QM
@@ -1035,14 +1057,14 @@ def backward_distance(
 
 @triton.jit
 def backward_bank(
-    Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin,
+    Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, reach, B, first,
     F: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a bank. As `backward_distance`, but all heads share it, and each query weighs its distances by a row
     of its own: `Out` [shares, diagonals, SPAN, RP]."""
     base = (first + tl.program_id(0)) * F.BM
-    t = Term(TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin)
+    t = Term(TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin, Tk)
     begin, blocks = _blocks_on(base, q_off, Tq, Tk, F)
     a = tl.arange(0, F.BM)
     total = B * H * blocks

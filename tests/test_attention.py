@@ -15,7 +15,7 @@ from support import Inputs, close, make, oracle, setting
 
 import relpos
 from relpos import UserError
-from relpos.attention import attend, blockwise, choose, prepare, reference
+from relpos.attention import attend, blockwise, choose, cpu, prepare, reference
 from relpos.encodings import Encoding, build
 from relpos.terms import Layout
 
@@ -306,9 +306,7 @@ def test_state_through_the_public_function(case):
     encoding, inputs = make(case, H), Inputs(H, 9)
     whole = attention(case, encoding, inputs)
     state = encoding.key_state(inputs.hidden, Layout(9, 9, torch.device("cpu")))
-    last = relpos.attention(
-        inputs.q[:, :, 7:], inputs.k, inputs.v, encoding, hidden=inputs.hidden[:, 7:], state=state
-    )
+    last = relpos.attention(inputs.q[:, :, 7:], inputs.k, inputs.v, encoding, hidden=inputs.hidden[:, 7:], state=state)
     close(last, whole[:, :, 7:])
 
 
@@ -432,13 +430,15 @@ def test_compiles_for_growing_lengths():
 
 
 def test_choose_says_what_and_why():
-    q = torch.zeros(1, 2, 16, HEAD_DIM)
+    q = torch.zeros(1, 2, 16, HEAD_DIM, requires_grad=True)
     layout = Layout(16, 16, q.device)
     assert choose("reference", q, q, [], layout) == ("reference", "asked for")
     assert choose("blockwise", q, q, [], layout) == ("blockwise", "asked for")
     how, why = choose("auto", q, q, [], layout)
     assert how == "reference" and "small enough to be dense" in why
-    long = torch.zeros(1, 2, 1, HEAD_DIM).expand(-1, -1, 4096, -1)
+    how, why = choose("auto", q.detach(), q.detach(), [], layout)
+    assert how == "blockwise" and "no gradient is wanted" in why
+    long = torch.zeros(1, 2, 1, HEAD_DIM, requires_grad=True).expand(-1, -1, 4096, -1)
     how, why = choose("auto", long, long, [], Layout(4096, 4096, q.device))
     assert how == "blockwise" and "memory linear in the length" in why
     assert choose("auto", long, long, [], layout, return_weights=True) == ("reference", "the weights were asked for")
@@ -452,7 +452,7 @@ def test_choose_says_what_and_why():
 
 
 def test_explain_answers_for_a_call():
-    q = torch.zeros(1, 4, 16, HEAD_DIM)
+    q = torch.zeros(1, 4, 16, HEAD_DIM, requires_grad=True)
     how, why = relpos.explain(q, q, q, "alibi")
     assert how == "reference" and "small enough to be dense" in why
     assert relpos.explain(q, q, q, "rope", impl="blockwise", causal=False, window=3) == ("blockwise", "asked for")
@@ -461,6 +461,27 @@ def test_explain_answers_for_a_call():
     assert relpos.explain(long, long, long, "alibi", return_weights=True)[0] == "reference"
     with pytest.raises(UserError, match="was built for 5 heads"):
         relpos.explain(q, q, q, build("kerple", heads=5))
+
+
+@pytest.mark.parametrize("spec", ["none", "rope", "alibi", "kerple", "t5", "fire:length=6", "cable", "fox", "inkling"])
+@pytest.mark.parametrize("queries", [23, 9, 1])
+def test_without_gradients_pytorchs_own_kernel_gives_the_same(spec, queries, monkeypatch):
+    """Blocks of few rows; all queries, the last ones of a cache, and one."""
+    monkeypatch.setattr(cpu, "ROWS", 5)
+    monkeypatch.setattr(blockwise, "CELLS", 4 * 23 * 2 * 3)
+    encoding = build(spec, heads=4, head_dim=HEAD_DIM).double()
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 2, 2, 23, HEAD_DIM, dtype=torch.float64)
+    q = torch.randn(2, 4, queries, HEAD_DIM, dtype=torch.float64)
+    hidden = torch.randn(2, 23, 4 * HEAD_DIM, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in encoding.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        calls = []
+        monkeypatch.setattr(cpu, "attend", lambda *a, inner=cpu.attend: calls.append(1) or inner(*a))
+        ours = relpos.attention(q, k, v, encoding, hidden=hidden, impl="blockwise")
+        close(ours, relpos.attention(q, k, v, encoding, hidden=hidden, impl="reference"))
+    assert calls
 
 
 def test_auto_is_the_same_at_a_length_where_it_is_blockwise(monkeypatch):

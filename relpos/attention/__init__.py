@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relpos.attention import blockwise, reference, rotary
+from relpos.attention import blockwise, cpu, reference, rotary
 from relpos.encodings import Encoding, build
 from relpos.errors import UserError, nearest
 from relpos.terms import Context, Layout, Rotation, Term
@@ -53,6 +53,8 @@ def choose(
     if obstacle is None and q.is_cuda:
         return "fused", "on a GPU and every term has a kernel"
     why = f"not fused: {obstacle}" if obstacle else "no GPU"
+    if not rescores and cpu.serves(q, k, None, terms, layout):
+        return "blockwise", f"{why}; no gradient is wanted, so PyTorch's own kernel for CPUs serves"
     if q.shape[0] * q.shape[1] * layout.Tq * layout.Tk <= DENSE_CELLS:
         return "reference", f"{why}; small enough to be dense"
     return "blockwise", f"{why}; memory linear in the length"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from relpos.attention import reference
+from relpos.attention import cpu, reference
 from relpos.terms import Distance, Layout, Term
 
 CELLS = 1 << 22  # score cells held at once: 16 MiB in float32, a few times that with the temporaries
@@ -130,6 +130,8 @@ def attend(
     """Output [B,H,Tq,D] of q, k, v that are already rotated."""
     B, H = q.shape[:2]
     k, v = reference.repeat_heads(k, H), reference.repeat_heads(v, H)
+    if rescore is None and cpu.serves(q, k, v, terms, layout):
+        return cpu.attend(q, k, v, terms, layout, scale, CELLS)
     work, blocks = Work(terms, layout, scale, rescore), plan(B, H, layout)
     if work.explicit() and not torch.compiler.is_compiling():
         return Blocks.apply(work, blocks, q, k, v, *work.inputs())  # type: ignore[no-any-return]

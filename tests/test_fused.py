@@ -174,13 +174,16 @@ def test_decoding_a_few_queries(case):
     hidden = torch.randn(2, T, 32, generator=generator).to(DEVICE)
     mask = torch.ones(2, T, dtype=torch.bool, device=DEVICE)
     mask[0, :40] = False
+    # A few queries in a padded batch; the last token, which sees everything; the last token with a window.
+    calls = [(q, {"key_padding_mask": mask}), (q[:, :, -1:], {}), (q[:, :, -1:], {"window": 9})]
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "STRETCH", 64)
-        ours, plain = (
-            relpos.attention(q, k, v, encoding, hidden=hidden, key_padding_mask=mask, impl=impl)
-            for impl in ("fused", "reference")
-        )
-    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+        for queries, where in calls:
+            ours, plain = (
+                relpos.attention(queries, k, v, encoding, hidden=hidden, impl=impl, **where)
+                for impl in ("fused", "reference")
+            )
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relpos.attention import reference
-from relpos.terms import Distance, Layout, Potential, Profile, Slope, Term
+from relpos.terms import Layout, Potential, Profile, Term
 
 ROWS = 256  # queries of a block whose mask is a view
 
@@ -41,16 +41,11 @@ def line_of(terms: list[Term], layout: Layout, heads: int, dtype: torch.dtype) -
     d = torch.arange(layout.Tk)
     total = torch.zeros(heads, layout.Tk, dtype=torch.promote_types(dtype, torch.float32))
     for term in terms:
-        if isinstance(term, Slope):
-            total = total - term.slopes[:, None] * d
-        elif isinstance(term, Distance):
-            total = total + term.values[:, (d + term.origin).clamp(0, term.values.shape[1] - 1)]
-        elif isinstance(term, Profile) and bool((term.rho == term.rho.view(-1)[0]).all()):
-            u = torch.log1p(term.rate[:, None] * d) * term.rho.view(-1)[0]
-            piece = torch.bucketize(u, term.knots).expand(heads, -1)
-            total = total + term.offset.gather(1, piece) + term.slope.gather(1, piece) * u
-        else:
+        one_rho = isinstance(term, Profile) and bool((term.rho == term.rho[:1, :1]).all())
+        line = reference.line(term, d, one_rho)
+        if line is None:
             return None
+        total = total + line
     return total
 
 

@@ -155,7 +155,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, s
     # The last token of a plain text sees every key.
     sees_all = layout.Tq == 1 and layout.plain and layout.q_offset in (None, layout.Tk - 1) and layout.window is None
     bias = None
-    if terms or not sees_all:
+    if sees_all and len(terms) == 1:  # as a rule: few operations, each as long as a small kernel
+        rho = getattr(terms[0], "rho", None)
+        row = reference.line(
+            terms[0], torch.arange(layout.Tk - 1, -1, -1, device=q.device), rho is not None and rho.numel() == 1
+        )
+        bias = None if row is None else row.float()[None, :, None]
+    if bias is None and (terms or not sees_all):
         bias = reference.bias_of(terms, layout, q.shape[1]).float()
     if bias is not None and not sees_all:
         bias = bias.masked_fill(~layout.allowed()[:, None], float("-inf"))

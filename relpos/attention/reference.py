@@ -75,6 +75,22 @@ def term_bias(term: Term, layout: Layout, rows: slice = slice(None), keys: int |
     raise TypeError(f"unknown term {type(term).__name__}")
 
 
+def line(term: Term, d: Tensor, one_rho: bool) -> Tensor | None:
+    """What one term adds at the distances d >= 0 [n], [H, n], if nothing but the distance counts, else None. Of a
+    profile that holds for queries of one rho."""
+    if isinstance(term, Slope):
+        return -term.slopes[:, None] * d
+    if isinstance(term, Distance):
+        return term.values[:, (d + term.origin).clamp(0, term.values.shape[1] - 1)]
+    if isinstance(term, Profile) and one_rho:
+        u = torch.log1p(term.rate[:, None] * d) * term.rho[:1, :1]
+        if not term.knots.numel():
+            return term.offset + term.slope * u
+        piece = torch.bucketize(u, term.knots).expand(term.slope.shape[0], -1)
+        return term.offset.gather(1, piece) + term.slope.gather(1, piece) * u
+    return None
+
+
 def diagonals(term: Distance, layout: Layout, rows: slice, keys: int | None) -> Tensor:
     """The values of a Distance term laid out along the diagonals, [H, q, keys], for positions that are the columns.
 
@@ -144,4 +160,14 @@ def attend(
     return attend_block(q, k, v, terms, layout, scale, rescore)
 
 
-__all__ = ["apply_rotation", "attend", "attend_block", "bias_of", "diagonals", "repeat_heads", "rotate", "term_bias"]
+__all__ = [
+    "apply_rotation",
+    "attend",
+    "attend_block",
+    "bias_of",
+    "diagonals",
+    "line",
+    "repeat_heads",
+    "rotate",
+    "term_bias",
+]

@@ -159,7 +159,6 @@ class _Call:
         elif kind == BANK:
             strides[0] = 0 if a.shape[0] == 1 else a.stride(0)
             size, more = b.shape[1], {"RANK": b.shape[0], "RP": max(16, _power(b.shape[0])), "HAS_FAR": True}
-        self.size = size
         self.reach = size - origin - (kind == DISTANCE)
         # A missing tensor becomes a pointer that is never read.
         self.term = [*(q if x is None else x for x in (meta, docs, a, b, c, d, e, f, flat)), *strides, size, origin]

@@ -137,7 +137,7 @@ def _head(t, h, F: tl.constexpr):
 
 
 @triton.jit
-def _per_query(t, b, h, r, H, Tq, F: tl.constexpr):
+def _per_query(t, b, h, r, Tq, F: tl.constexpr):
     """S_i, gate and rho of the queries r; those beyond the last repeat it."""
     if not F.EVEN:
         r = tl.minimum(r, Tq - 1)
@@ -238,7 +238,7 @@ def _table(base, t, h, F: tl.constexpr):
 
 
 @triton.jit
-def _flat(t, b, F: tl.constexpr):
+def _table_rows(t, b, F: tl.constexpr):
     """How many queries a profile's table holds for."""
     return tl.load(t.g + b * t.f_b) if F.KNOTS > 0 else 0
 
@@ -391,6 +391,17 @@ def _fold(x, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def _borders(Docs, at, Tk, F: tl.constexpr):
+    """First column of the document of each column, and the first behind it."""
+    lo = 0
+    hi = Tk
+    if F.DOCS:
+        lo = tl.load(Docs + at, mask=at < Tk, other=0)
+        hi = tl.load(Docs + Tk + at, mask=at < Tk, other=0)
+    return lo, hi
+
+
+@triton.jit
 def _place(Meta, b, q_off, Tk, F: tl.constexpr):
     """Key column of the first query and number of keys of a batch entry."""
     klen = Tk
@@ -432,16 +443,14 @@ def _put(P, at, stride, ok, x, F: tl.constexpr):
 
 
 @triton.jit
-def _block_of_queries(t, Docs, b, h, m0, mcol, H, Tq, Tk, dtype, F: tl.constexpr):
+def _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, dtype, F: tl.constexpr):
     """For a kernel that owns the queries m0 .. m0+BM-1: what the term and the mask keep of them, as columns."""
     r = m0 + tl.arange(0, F.BM)
-    s, g, rho = _per_query(t, b, h, r, H, Tq, F)
+    s, g, rho = _per_query(t, b, h, r, Tq, F)
     ref = 0.0
     rho_lo = 1.0
     rho_hi = 1.0
     mix = 0.0
-    doc_lo = 0
-    doc_hi = Tk
     if F.KIND == POTENTIAL or F.KIND == LOG:
         ref = tl.load(t.a + b * t.q_b + h * Tq + m0)
     if F.KIND == PROFILE and F.KNOTS > 0:
@@ -449,10 +458,7 @@ def _block_of_queries(t, Docs, b, h, m0, mcol, H, Tq, Tk, dtype, F: tl.constexpr
         rho_hi = tl.max(rho, 0)
     if F.KIND == BANK:
         mix = _mix(t, b, h, r, Tq, dtype, F)
-    if F.DOCS:
-        i = (mcol + tl.arange(0, F.BM))[:, None]
-        doc_lo = tl.load(Docs + i, mask=i < Tk, other=0)
-        doc_hi = tl.load(Docs + Tk + i, mask=i < Tk, other=0)
+    doc_lo, doc_hi = _borders(Docs, (mcol + tl.arange(0, F.BM))[:, None], Tk, F)
     return Query(s[:, None], ref, g[:, None], rho[:, None], rho_lo, rho_hi, mix, doc_lo, doc_hi)
 
 
@@ -532,7 +538,7 @@ def forward(
     r = m0 + tl.arange(0, F.BM)
     q = _features(Q + b * q_b + h * q_h, r.to(tl.int64), q_t, r < Tq, True, F)
     head = _head(t, h, F)
-    info = _block_of_queries(t, Docs, b, h, m0, mcol, H, Tq, Tk, q.dtype, F)
+    info = _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, q.dtype, F)
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     acc = _zeros(F.BM, F.DP)
     l = _zeros(F.BM, 8)
@@ -545,7 +551,7 @@ def forward(
                                    False, FAR, F)  # fmt: skip
     masked = full
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-        if m0 < _flat(t, b, F):
+        if m0 < _table_rows(t, b, F):
             far = full
             masked = end
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
@@ -676,7 +682,7 @@ def backward_q(
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     row = (b * H + h) * Tq + r
     head = _head(t, h, F)
-    info = _block_of_queries(t, Docs, b, h, m0, mcol, H, Tq, Tk, q.dtype, F)
+    info = _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, q.dtype, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
     if F.CANCEL and (F.KIND == SLOPE or F.KIND == POTENTIAL):
         fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
@@ -701,7 +707,7 @@ def backward_q(
             mcol, klen, SK, info, head, t, c2, False, FAR, F)  # fmt: skip
     masked = full
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-        if m0 < _flat(t, b, F):
+        if m0 < _table_rows(t, b, F):
             far = full
             masked = end
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
@@ -746,7 +752,7 @@ def backward_q(
 
 @triton.jit
 def _backward_k_tiles(
-    dk, dv, key_sum, rate_sum, flat_sum, k, v, Q, DO, q_t, do_t, Lse, Delta, begin, end, n0, q_off, klen, b, H, Tq, j,
+    dk, dv, key_sum, rate_sum, flat_sum, k, v, Q, DO, q_t, do_t, Lse, Delta, begin, end, n0, q_off, klen, b, Tq, j,
     sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     a = tl.arange(0, F.BM)
@@ -760,7 +766,7 @@ def _backward_k_tiles(
         delta = _vector(Delta, r, Tq, 0.0, not F.EVEN)[None, :]
         s = tl.dot(k, tl.trans(q), input_precision=F.PREC) * c2
         fi = (mcol - n0 + a).to(tl.float32)[None, :]
-        si, gi, rho = _per_query(t, b, head.h, r, H, Tq, F)
+        si, gi, rho = _per_query(t, b, head.h, r, Tq, F)
         rho_lo = 1.0
         rho_hi = 1.0
         mix = 0.0
@@ -847,7 +853,7 @@ def _flush(Pieces, row, of_slope, of_offset):
 
 
 @triton.jit
-def _pure_queries(m0, end, n0, mcol, Tq, Rho, head, t, F: tl.constexpr):
+def _pure_queries(m0, end, n0, mcol, Tq, Rho, head, F: tl.constexpr):
     """For a block of keys: where the run of tiles that begins at query m0 and lies on one piece ends, and its piece."""
     r0, r1 = _pieces_of_queries(m0, n0, mcol, Tq, Rho, head, F)
     piece = r0
@@ -885,14 +891,11 @@ def backward_k(
     j = j1[:, None]
     k = _features(K + b * k_b + hk * k_h, j1.to(tl.int64), k_t, j1 < Tk, True, F)
     v = _features(V + b * v_b + hk * v_h, j1.to(tl.int64), v_t, j1 < Tk, True, F)
-    doc_lo = 0
-    doc_hi = Tk
+    doc_lo, doc_hi = _borders(Docs, j, Tk, F)
     # Queries that see the block: rows begin .. end; up to `full` the mask matters; from `far` on distance is constant.
     begin = 0
     end = Tq
     if F.DOCS:
-        doc_lo = tl.load(Docs + j, mask=j < Tk, other=0)
-        doc_hi = tl.load(Docs + Tk + j, mask=j < Tk, other=0)
         end = tl.minimum(end, tl.load(Docs + Tk + tl.minimum(n0 + F.BN, Tk) - 1) - q_off)
         begin = tl.maximum(begin, tl.load(Docs + n0) - q_off)
     if F.CAUSAL:
@@ -936,26 +939,26 @@ def backward_k(
         Delta_h = Delta + row
         masked = begin
         if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-            flat = _flat(t, b, F)
+            flat = _table_rows(t, b, F)
             masked = tl.minimum(tl.maximum(flat, begin), full)
             far = tl.minimum(tl.maximum(flat, full), end)
             dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, begin, masked, n0, q_off,
-                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, True, TABLE, F)  # fmt: skip
+                klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, True, TABLE, F)  # fmt: skip
             dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, full, far, n0, q_off,
-                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, TABLE, F)  # fmt: skip
+                klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, TABLE, F)  # fmt: skip
         if F.CAUSAL or F.DOCS or F.WINDOW > 0:
             dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, masked, full, n0, q_off,
-                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, True, ANY, F)  # fmt: skip
+                klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, True, ANY, F)  # fmt: skip
         if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
             m0 = far
             while m0 < end:
-                stop, r = _pure_queries(m0, end, n0, q_off + m0, Tq, TB + b * t_q, head, t, F)
+                stop, r = _pure_queries(m0, end, n0, q_off + m0, Tq, TB + b * t_q, head, F)
                 dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
                     dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, m0, stop, n0, q_off,
-                    klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, _piece(t, head, r, F), t, Pieces, c2, False, PURE,
+                    klen, b, Tq, j, sj, sref, doc_lo, doc_hi, _piece(t, head, r, F), t, Pieces, c2, False, PURE,
                     F)  # fmt: skip
                 if F.GRAD:
                     _flush(Pieces, r, _parts(key_sum, F.BN * 8), _parts(flat_sum, F.BN * 8))
@@ -964,15 +967,15 @@ def backward_k(
                 m0 = tl.minimum(stop + F.BM, end)
                 dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
                     dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, stop, m0, n0, q_off,
-                    klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, ANY, F)  # fmt: skip
+                    klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, ANY, F)  # fmt: skip
         elif not (F.DOCS or F.WINDOW > 0):
             dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, full, far, n0, q_off,
-                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, ANY, F)  # fmt: skip
+                klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, ANY, F)  # fmt: skip
         if F.HAS_FAR and F.CAUSAL:
             dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, far, end, n0, q_off,
-                klen, b, H, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, FAR, F)  # fmt: skip
+                klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, FAR, F)  # fmt: skip
         if F.GRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1
@@ -984,6 +987,15 @@ def backward_k(
                 tl.store(DRate + at, tl.where(j1 < klen, tl.sum(rate_sum, 1), 0.0), mask=j1 < Tk)
     _put(DK + b * dk_b + hk * dk_h, j1, dk_t, j1 < Tk, tl.where(j < klen, dk * scale, 0.0), F)
     _put(DV + b * dv_b + hk * dv_h, j1, dv_t, j1 < Tk, tl.where(j < klen, dv, 0.0), F)
+
+
+@triton.jit
+def _own(Q, q_t, DO, do_t, Lse, Delta, r, Tq, F: tl.constexpr):
+    """What the backward pass needs of the queries r of one head."""
+    at = r.to(tl.int64)
+    q = _features(Q, at, q_t, r < Tq, True, F)
+    do = _features(DO, at, do_t, r < Tq, True, F)
+    return q, do, _vector(Lse, r, Tq, float("inf"), True), _vector(Delta, r, Tq, 0.0, True)
 
 
 @triton.jit
@@ -1013,7 +1025,7 @@ def backward_distance(
     t = Term(TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin, Tk)
     queries = Tq
     if F.KNOTS > 0 and not F.META:
-        queries = tl.minimum(_flat(t, 0, F), Tq)
+        queries = tl.minimum(_table_rows(t, 0, F), Tq)
     begin, blocks = _blocks_on(base, q_off, queries, Tk, F)
     a = tl.arange(0, F.BM)
     total = B * blocks
@@ -1028,23 +1040,17 @@ def backward_distance(
         r = m0 + a
         j = n0 + a
         ok_k = (j >= 0) & (j < klen)
-        q = _features(Q + b * q_b + h * q_h, r.to(tl.int64), q_t, r < Tq, True, F)
-        do = _features(DO + b * do_b + h * do_h, r.to(tl.int64), do_t, r < Tq, True, F)
+        q, do, lse, delta = _own(Q + b * q_b + h * q_h, q_t, DO + b * do_b + h * do_h, do_t, Lse + (b * H + h) * Tq,
+                                 Delta + (b * H + h) * Tq, r, Tq, F)  # fmt: skip
         k = _features(K + b * k_b + (h // GROUP) * k_h, j.to(tl.int64), k_t, ok_k, True, F)
         v = _features(V + b * v_b + (h // GROUP) * v_h, j.to(tl.int64), v_t, ok_k, True, F)
-        lse = tl.load(Lse + (b * H + h) * Tq + r, mask=r < Tq, other=float("inf"))
-        delta = tl.load(Delta + (b * H + h) * Tq + r, mask=r < Tq, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=F.PREC) * c2 + bias
         dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
         i = (off + r)[:, None]
-        lo = 0
-        hi = Tk
-        if F.DOCS:
-            lo = tl.load(Docs + i, mask=i < Tk, other=0)
-            hi = tl.load(Docs + Tk + i, mask=i < Tk, other=0)
+        lo, hi = _borders(Docs, i, Tk, F)
         ok = _visible(i, j[None, :], klen, j[None, :], lo, hi, F) & (j[None, :] >= 0)
         if F.KNOTS > 0:
-            ok = ok & (r[:, None] < _flat(t, b, F))
+            ok = ok & (r[:, None] < _table_rows(t, b, F))
         if F.QM > 0:
             # Far tiles of backward_k, whose blocks are QM x QN, are summed there.
             edge = (tl.maximum(reach + j // F.QN * F.QN + F.QN - 1 - off, 0) + F.QM - 1) // F.QM * F.QM
@@ -1079,21 +1085,15 @@ def backward_bank(
         r = m0 + a
         j = off + m0 - base + a
         ok_k = (j >= 0) & (j < klen)
-        q = _features(Q + b * q_b + h * q_h, r.to(tl.int64), q_t, r < Tq, True, F)
-        do = _features(DO + b * do_b + h * do_h, r.to(tl.int64), do_t, r < Tq, True, F)
+        q, do, lse, delta = _own(Q + b * q_b + h * q_h, q_t, DO + b * do_b + h * do_h, do_t, Lse + (b * H + h) * Tq,
+                                 Delta + (b * H + h) * Tq, r, Tq, F)  # fmt: skip
         k = _features(K + b * k_b + (h // GROUP) * k_h, j.to(tl.int64), k_t, ok_k, True, F)
         v = _features(V + b * v_b + (h // GROUP) * v_h, j.to(tl.int64), v_t, ok_k, True, F)
-        lse = tl.load(Lse + (b * H + h) * Tq + r, mask=r < Tq, other=float("inf"))
-        delta = tl.load(Delta + (b * H + h) * Tq + r, mask=r < Tq, other=0.0)
         mix = _mix(t, b, h, r, Tq, q.dtype, F)
         s = tl.dot(k, tl.trans(q), input_precision=F.PREC) * c2 + _bank_tile(columns, mix, True, F)
         dp = tl.dot(v, tl.trans(do), input_precision=F.PREC)
         i = (off + r)[None, :]
-        lo = 0
-        hi = Tk
-        if F.DOCS:
-            lo = tl.load(Docs + i, mask=i < Tk, other=0)
-            hi = tl.load(Docs + Tk + i, mask=i < Tk, other=0)
+        lo, hi = _borders(Docs, i, Tk, F)
         ok = _visible(i, j[:, None], klen, j[:, None], lo, hi, F) & (j[:, None] >= 0)
         w = tl.where(ok, tl.exp2(s - lse[None, :]), 0.0)
         z = _slide((w * (dp - delta[None, :])).to(q.dtype), True, F)

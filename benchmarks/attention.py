@@ -293,9 +293,7 @@ def main() -> None:
     global FLUSH
     FLUSH = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")  # larger than the L2
     top = ceilings()
-    print(
-        f"{torch.cuda.get_device_name()}: bf16 {top['bf16_tflops']:.0f} TFLOP/s, copy {top['copy_tb_s']:.2f} TB/s"
-    )
+    print(f"{torch.cuda.get_device_name()}: bf16 {top['bf16_tflops']:.0f} TFLOP/s, copy {top['copy_tb_s']:.2f} TB/s")
     rows: list[dict] = []
     result = {
         "what": "causal attention, forward and forward + backward, bfloat16, 32,768 tokens a call, medians",

@@ -11,8 +11,9 @@ in which every tenth reads the losses back.
 
 One process per model and length. They compile side by side, `--processes` at a time, run two steps, a few at a time for
 the sake of the GPU's memory, and wait with what they compiled. When all of one length are ready they are told, one
-after the other, to time themselves: nothing else runs then, on the GPU or the CPU. Rows of an `--out` that is there
-already stay unless they are measured again.
+after the other, to time themselves: nothing else runs then, on the GPU or the CPU. Beside a `relpos study`, `--lock
+OUT/.work/turn.lock` times between two of its models. Rows of an `--out` that is there already stay unless they are
+measured again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,22 @@ def train(job: Job, vocab_size: int, wait: Callable[[], None]) -> list[float]:
 # All of them ----------------------------------------------------------------------------------------------------------
 
 
-def wave(jobs: list[Job], processes: int, deadline: float, report: Callable[[dict[str, Any]], None]) -> None:
+@contextlib.contextmanager
+def turn(path: str | None) -> Iterator[None]:
+    """While others wait for the lock on that file, the GPU is ours."""
+    if path is None:
+        yield
+        return
+    import fcntl
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def wave(
+    jobs: list[Job], processes: int, deadline: float, lock: str | None, report: Callable[[dict[str, Any]], None]
+) -> None:
     """Compile all, then time one by one."""
     context = multiprocessing.get_context("spawn")
     tickets, memory = context.Semaphore(processes), context.Semaphore(STEPPING)
@@ -289,17 +305,18 @@ def wave(jobs: list[Job], processes: int, deadline: float, report: Callable[[dic
                     end(conn)
         for conn in waiting:  # nothing else runs while we time
             end(conn, "not ready in time")
-        for conn in ready:
-            left = deadline - time.monotonic()
-            if left < each / 2:
-                end(conn, "no time left")
-                continue
-            conn.send("go")
-            if conn.poll(min(left, 600)):
-                report(receive(conn))
-                end(conn)
-            else:
-                end(conn, "did not finish in time")
+        with turn(lock):
+            for conn in ready:
+                left = deadline - time.monotonic()
+                if left < each / 2:
+                    end(conn, "no time left")
+                    continue
+                conn.send("go")
+                if conn.poll(min(left, 600)):
+                    report(receive(conn))
+                    end(conn)
+                else:
+                    end(conn, "did not finish in time")
     finally:
         for conn in list(workers):
             end(conn, "stopped")
@@ -332,6 +349,7 @@ def main() -> None:
     parser.add_argument("--train-steps", type=int, default=40, help="timed of a training run")
     parser.add_argument("--processes", type=int, default=16, help="that compile at once")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds; what is measured by then stays")
+    parser.add_argument("--lock", help="a file whose lock is held while models are timed")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out")
     options = parser.parse_args()
@@ -376,7 +394,7 @@ def main() -> None:
                 continue
             specs = split_list(options.encodings)
             jobs = [Job(spec, length, *fixed, f"{scratch}/{length}-{n}") for n, spec in enumerate(specs)]
-            wave(jobs, options.processes, deadline, report)
+            wave(jobs, options.processes, deadline, options.lock, report)
 
 
 if __name__ == "__main__":

@@ -136,11 +136,13 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
     shape = (job.tokens // job.length, job.length)
     tokens = torch.randint(0, config.eos_token_id + 1, shape, device=job.device)
 
+    norms: list[Any] = []
+
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
             loss = compiled(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -178,6 +180,8 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
         step()
         clock.mark()
     ms = statistics.median(clock.times())
+    if not all(0 < norm < math.inf for norm in torch.stack(norms).tolist()):
+        raise RuntimeError("the gradients are zero or not finite: this is no training step")
     row |= {"ms": ms, "tokens_per_s": job.tokens / ms * 1e3}
     if cuda:
         row["peak_gib"] = (torch.cuda.max_memory_allocated() - left) / 2**30

@@ -163,12 +163,14 @@ class Layout:
         given = (self.key_padding_mask, self.cu_seqlens, self.positions)
         return all(x is None for x in given) and not isinstance(self.q_offset, Tensor)
 
-    def distances(self, rows: slice = slice(None), keys: int | None = None) -> Tensor:
+    def distances(self, rows: slice | None = None, keys: int | None = None) -> Tensor:
         """[1 or B, q, keys], int64: some rows of queries and the first `keys` keys, all by default."""
+        rows = rows or slice(None)
         return self.q_positions()[:, rows, None] - self.k_positions()[:, None, :keys]
 
-    def allowed(self, rows: slice = slice(None), keys: int | None = None) -> Tensor:
+    def allowed(self, rows: slice | None = None, keys: int | None = None) -> Tensor:
         """[1 or B, q, keys], True where the query may see the key. The row of a padded query is False throughout."""
+        rows = rows or slice(None)
         columns = torch.arange(self.Tk, device=self.device)[:keys]
         own = self.columns()[:, rows, None]
         ok = columns[None, None] <= own if self.causal else (columns[None, None] >= 0).expand(1, own.shape[1], -1)

@@ -30,19 +30,17 @@ HALF = torch.bfloat16 if GPU else torch.float16
 
 def fusable(case: Case) -> bool:
     """By what the kernels say of the encoding's terms, not by its name."""
-    encoding = build(case.spec, heads=2, head_dim=8)
+    encoding = build(case.spec, heads=2, head_dim=8).to(DEVICE)
     q = torch.zeros(1, 2, 4, 8, device=DEVICE)
     layout = relpos.terms.Layout(Tq=4, Tk=4, device=q.device)
-    hidden = torch.zeros(1, 4, 16) if encoding.content else None
+    hidden = torch.zeros(1, 4, 16, device=DEVICE) if encoding.content else None
     _, terms = relpos.attention.__globals__["prepare"](encoding, layout, hidden, None, torch.float32)
     return fused.obstacle(q, q, terms, layout, rescores=encoding.rescores) is None
 
 
 # To the kernels all encodings without a bias are one: the first case of each name stands for its variants.
 FIRST = {case.name: case for case in reversed(CASES)}
-FUSABLE = [
-    case for case in CASES if case.distinct and (case.bias or FIRST[case.name] is case) and fusable(case)
-]
+FUSABLE = [case for case in CASES if case.distinct and (case.bias or FIRST[case.name] is case) and fusable(case)]
 IDS = [case.spec for case in FUSABLE]
 
 
@@ -80,9 +78,7 @@ def attend(spec: str, dtype, impl: str, *, heads=4, key_heads=2, head_dim=8, T=L
     encoding = encoding.to(DEVICE)
     q, k, v, hidden = (x.to(DEVICE).requires_grad_() for x in operands)
     options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    out = relpos.attention(
-        q, k, v, encoding, hidden=hidden, impl="reference" if impl == "exact" else impl, **options
-    )
+    out = relpos.attention(q, k, v, encoding, hidden=hidden, impl="reference" if impl == "exact" else impl, **options)
     out.backward(cotangent)
     found = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad, "hidden": hidden.grad}
     found |= {name: parameter.grad for name, parameter in encoding.named_parameters()}

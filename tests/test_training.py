@@ -231,6 +231,21 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(data, tmp_path):
         train(settings(data, tmp_path / "wild", learning_rate=1e30))
 
 
+def test_a_run_that_learns_nothing_stops(data, tmp_path):
+    class Freeze(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            seen.append(state.global_step)
+
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            for parameter in model.parameters():
+                parameter.register_hook(torch.zeros_like)
+
+    seen = []
+    with pytest.raises(UserError, match="no gradient reaches any weight"):
+        train(settings(data, tmp_path / "out"), callbacks=[Freeze()])
+    assert seen == [0]
+
+
 # Several processes.
 
 

@@ -41,9 +41,10 @@ def apply_rotation(
     )
 
 
-def term_bias(term: Term, layout: Layout, rows: slice = slice(None), keys: int | None = None) -> Tensor:
+def term_bias(term: Term, layout: Layout, rows: slice | None = None, keys: int | None = None) -> Tensor:
     """What one term adds to the scores of the rows and the first `keys` keys, [1 or B, H, q, keys]. Masked cells hold
     any finite value."""
+    rows = rows or slice(None)  # not as the default: torch 2.11 cannot compile that
     if isinstance(term, Potential):
         term = term.rows(rows)
         difference = term.query[..., None] - term.key[..., None, :keys]
@@ -107,7 +108,7 @@ def diagonals(term: Distance, layout: Layout, rows: slice, keys: int | None) -> 
 
 
 def bias_of(
-    terms: list[Term], layout: Layout, heads: int, rows: slice = slice(None), keys: int | None = None
+    terms: list[Term], layout: Layout, heads: int, rows: slice | None = None, keys: int | None = None
 ) -> Tensor:
     """The sum of all terms, [1 or B, H, q, keys]."""
     total = torch.zeros(1, heads, 1, 1, device=layout.device)
@@ -124,7 +125,7 @@ def attend_block(
     layout: Layout,
     scale: float,
     rescore: Rescore | None = None,
-    rows: slice = slice(None),
+    rows: slice | None = None,
     keys: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and weights of some rows of queries against the first `keys` keys (all of them by default): q [B,H,q,D]

@@ -100,15 +100,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, grad: bool) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        # Nothing that is saved is written in place: compiled by torch 2.11 it would be saved as it was before.
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if grad else None
+        d_rows: list[Tensor] = []
         d_weight = torch.zeros_like(weight, dtype=wide) if grad else None
         d_bias = torch.zeros_like(bias, dtype=wide) if grad and bias is not None else None
         for rows in _chunks(hidden, weight):
             h, t = hidden[rows], targets[rows]
             losses, logits, lse = _chunk(h, weight, bias, t)
-            total += losses.sum()
-            if d_hidden is not None and d_weight is not None:
+            total = total + losses.sum()
+            if d_weight is not None:
                 if torch.compiler.is_compiling():  # one pass: a scatter would keep the compiler from fusing it
                     hit = torch.arange(weight.shape[0], device=t.device) == t[:, None]
                     d = torch.where(hit, (logits - lse[:, None]).exp() - 1, (logits - lse[:, None]).exp())
@@ -118,11 +119,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     d.scatter_add_(-1, t.clamp(min=0)[:, None], torch.full_like(lse, -1.0)[:, None])
                     d.masked_fill_((t == IGNORE)[:, None], 0.0)
                 if d_bias is not None:
-                    d_bias += d.sum(0)
+                    d_bias = d_bias + d.sum(0)
                 d = d.to(h.dtype)
-                d_hidden[rows] = d @ weight
-                d_weight += d.T @ h
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+                d_rows.append(d @ weight)
+                d_weight = d_weight + d.T @ h
+        ctx.save_for_backward(torch.cat(d_rows) if d_rows else None, d_weight, d_bias)
         ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
         return total
 

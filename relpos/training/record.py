@@ -173,6 +173,12 @@ class Screen(TrainerCallback):
                 f"the {what} is not a number at step {bad['step']}: stopped, nothing saved after it; {kept}. A lower "
                 "learning rate or a longer warm-up (--set warmup_steps=...) may help"
             )
+        if self.step == 0 and not any(s["grad_norm"] for s in steps):
+            self.close()
+            raise UserError(
+                "no gradient reaches any weight in the first step: nothing would be learned. If the model is compiled, "
+                "try --no-compile, and please report it with your version of torch"
+            )
         now = time.perf_counter()
         self.step, self.loss = steps[-1]["step"], steps[-1]["loss"]
         done, took = self.step - self.marked, now - self.mark

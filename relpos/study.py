@@ -152,21 +152,20 @@ def base_of(spec: str) -> str | None:
 
 
 def plan(study: Study) -> list[Job]:
-    """The models in the order they are made: every encoding with the first seed, then with the next."""
+    """The models in the order they are made: every encoding as listed with the first seed, then with the next."""
     specs = list(study.encodings)
     names = [encodings.slug(spec) for spec in specs]
     if not specs or len(set(names)) < len(names):
         raise UserError(f"{', '.join(specs) or 'the list'} names no encoding, or one of them twice")
     if not study.seeds or len(set(study.seeds)) < len(study.seeds) or min(study.seeds) < 0:
         raise UserError(f"seeds are different whole numbers from 0 on, not {list(study.seeds)}")
-    fused = [spec for spec in specs if fusable(encodings.build(spec))]
-    dense = [spec for spec in specs if spec not in fused]
-    dense += [base for base in dict.fromkeys(map(base_of, dense)) if base is not None]
+    dense = [spec for spec in specs if not fusable(encodings.build(spec))]
+    bases = [base for base in dict.fromkeys(map(base_of, dense)) if base is not None]
     small = study.dense_tokens or max(study.tokens // 8, study.tokens_per_step)
     jobs = []
     for seed in study.seeds:
-        jobs += [Job(spec, seed, study.tokens, False) for spec in fused]
-        jobs += [Job(spec, seed, small, True) for spec in dense]
+        jobs += [Job(spec, seed, small if spec in dense else study.tokens, spec in dense) for spec in specs]
+        jobs += [Job(spec, seed, small, True) for spec in bases]
     unique: dict[str, Job] = {}
     for job in jobs:  # where the budgets agree, a base is in the list already
         unique.setdefault(job.name, job)

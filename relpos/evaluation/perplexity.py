@@ -369,7 +369,7 @@ def evaluate(
         },
         "versions": result.versions(scorer.device),
         "processes": world.size,
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": torch.backends.cuda.matmul.fp32_precision,  # the older call fails where both were used
         "command": result.command(),
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -516,16 +516,17 @@ def bare_numbers(text: str) -> list[str]:
 
 def ship(folder: Path, shipped: Path, specs: tuple[str, ...]) -> list[Path]:
     """Copy the captures of a study to where the package keeps them: for each spec that of the largest budget, lowest
-    seed. All are there, or nothing is copied."""
+    seed. Where the study has none the one that is there stays; without one the package would be incomplete."""
     chosen: dict[str, Path] = {}
     for spec in specs:
         found = [v for v in study.load(folder) if v["encoding"] == spec]
         found.sort(key=lambda v: (-v["budget"], v["seed"]))
         paths = [folder / f"{study.Job(spec, v['seed'], v['budget'], False).name}.safetensors" for v in found]
         path = next((p for p in paths if p.is_file()), None)
-        if path is None:
-            raise UserError(f"{folder} holds no capture of {spec}")
-        chosen[spec] = path
+        if path is not None:
+            chosen[spec] = path
+        elif not (shipped / f"{encodings.slug(spec)}.safetensors").is_file():
+            raise UserError(f"neither {folder} nor {shipped} holds a capture of {spec}")
     written = []
     for spec, path in chosen.items():
         held = capture.load(path)

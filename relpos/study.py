@@ -745,14 +745,16 @@ class Runner:
         waiting = list(jobs)
         try:
             while waiting or self.live:
-                while waiting and len(self.live) <= ahead(self.study):
-                    job = waiting.pop(0)
-                    if self.fits(job):
-                        self.start(job)
-                    else:
-                        outcomes.append(Outcome(job, "left", "it would likely not be finished in time"))
+                while len(self.live) <= ahead(self.study):
+                    job = next(filter(self.fits, waiting), None)  # a shorter one where the next would take too long
+                    if job is None:
+                        break
+                    waiting.remove(job)
+                    self.start(job)
                 if not self.live:
-                    continue
+                    why = "it would likely not be finished in time"
+                    outcomes += [Outcome(job, "left", why) for job in waiting]
+                    break
                 process = self.ended.get()
                 self.live.remove(process)
                 found = self.outcome(process)

@@ -336,9 +336,11 @@ def test_pictures_and_what_ships(results, tmp_path):
     assert [path.stem for path in written] == ["rope", "kerple-share-false"]
     held = capture.load(written[1])
     assert held.specs[0] == specs[1] and "seed 0" in held.provenance["recipe"] and held.provenance["steps"] == "16"
-    with pytest.raises(UserError, match="no capture of fox"):
+    with pytest.raises(UserError, match="holds a capture of fox"):
         study_page.ship(results, tmp_path / "none", ("rope", "fox"))
     assert not (tmp_path / "none").exists()
+    (tmp_path / "shipped" / "fox.safetensors").write_bytes(b"the one before")  # which stays
+    assert [p.stem for p in study_page.ship(results, tmp_path / "shipped", ("rope", "fox"))] == ["rope"]
 
 
 def test_without_results_nothing_is_made(tmp_path):

@@ -64,6 +64,8 @@ def term_bias(term: Term, layout: Layout, rows: slice | None = None, keys: int |
         return term.values[:, index].transpose(0, 1)
     if isinstance(term, Profile):
         u = torch.log1p(term.rate[:, None, None] * d.abs()[:, None]) * term.rho[:, None, rows, None]
+        if not term.knots.numel():
+            return term.offset[:, :, None] + term.slope[:, :, None] * u
         piece = torch.bucketize(u.detach(), term.knots)  # [1 or B, 1 or H, q, keys]
         head = torch.arange(term.slope.shape[0], device=u.device)[:, None, None]
         return term.offset[head, piece] + term.slope[head, piece] * u

@@ -93,7 +93,7 @@ def test_window(case, small_blocks):
 
 
 def gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=out.dtype)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)  # the same for all
     found = torch.autograd.grad((out * weight).sum(), list(leaves.values()), allow_unused=True)
     return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
 
@@ -172,7 +172,7 @@ def test_gradients_are_those_of_finite_differences(case):
 
     def value() -> torch.Tensor:
         out = attention(case, encoding, inputs, impl="reference")
-        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=out.dtype)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)  # the same for all
         return (out * weight).sum()
 
     found = torch.autograd.grad(value(), list(leaves.values()), allow_unused=True)

@@ -17,6 +17,7 @@ import relpos
 from relpos import UserError, encodings
 from relpos.attention import decode, fused, reference, rotary
 from relpos.encodings import build
+from relpos.models import RelPosConfig, RelPosForCausalLM
 
 GPU = torch.cuda.is_available()
 if not GPU and not fused.interpreted():
@@ -254,8 +255,28 @@ def test_the_operator_is_well_formed():
     q, k, v = (torch.randn(1, 2, 9, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     slopes = torch.rand(2, device=DEVICE, requires_grad=True)
     arguments = (q, k, v, slopes, *[None] * 8, fused.SLOPE, 0, True, 0, 0, 0.25)
+    packed = torch.randn(1, 9, 4 * 16, device=DEVICE, requires_grad=True)  # two heads of q, one of k, one of v
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(fused._attend, arguments, test_utils=checks)
+    torch.library.opcheck(fused._attend, (*arguments, 0, 0), test_utils=checks)
+    torch.library.opcheck(fused._attend, (packed, None, None, *arguments[3:], 2, 16), test_utils=checks)
+
+
+@pytest.mark.parametrize("spec", ["cable", "kerple", "rope"])
+def test_a_compiled_model(spec):
+    """q, k and v come from one projection: the compiled step takes and gives back that one tensor."""
+    config = RelPosConfig.preset(
+        "nano", spec, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, impl="fused"
+    )
+    model = RelPosForCausalLM(config).to(DEVICE).train()
+    ids = torch.randint(0, 250, (2, 20), device=DEVICE)
+    grads = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        run(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6)
+        assert grad.abs().max() > 0, name
 
 
 def test_checkpointing_and_autocast():

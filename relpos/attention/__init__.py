@@ -71,8 +71,10 @@ def attend(
     rescore: reference.Rescore | None = None,
     impl: str = "auto",
     return_weights: bool = False,
+    packed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend with q and k already rotated. q [B,H,Tq,D], k and v [B,Hkv,Tk,D]."""
+    """Attend with q and k already rotated. q [B,H,Tq,D], k and v [B,Hkv,Tk,D]. `packed`: the tensor [B, T, width] that
+    all three are views of, where they are."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     how, _ = choose(impl, q, k, terms, layout, rescores=rescore is not None, return_weights=return_weights)
     if how == "reference":
@@ -82,7 +84,7 @@ def attend(
         return blockwise.attend(q, k, v, terms, layout, scale, rescore)
     from relpos.attention import fused
 
-    return fused.attend(q, k, v, terms, layout, scale)
+    return fused.attend(q, k, v, terms, layout, scale, packed)
 
 
 def prepare(

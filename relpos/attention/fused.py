@@ -200,11 +200,11 @@ def _forward(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, 
 
 
 def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale,
-              wants):  # fmt: skip
+              wants, into=None):  # fmt: skip
     call = _Call(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale)
     if do.stride(-1) != 1:
         do = do.contiguous()
-    dq, dk, dv = _like(q), _like(k), _like(v)
+    dq, dk, dv = into or (_like(q), _like(k), _like(v))
     delta = torch.empty_like(lse)
     grad = bool(wants)
 
@@ -344,28 +344,47 @@ _T = Tensor
 _O = Optional[Tensor]  # noqa: UP045 - the operator's schema is read from it
 
 
+def _views(q, k, v, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B,H,T,D]. Without k, q holds all three, [B, T, width]: heads of size D of q, then of k, then of v."""
+    if k is not None:
+        return q, k, v
+    rest = (q.shape[-1] // size - heads) // 2
+    parts = q.unflatten(-1, (-1, size)).split([heads, rest, rest], 2)
+    return parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2)
+
+
 @torch.library.custom_op("relpos::attend", mutates_args=())
-def _attend(q: _T, k: _T, v: _T, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O, flat: _O, meta: _O, docs: _O, kind: int,
-            origin: int, causal: bool, window: int, q_offset: int, scale: float) -> tuple[_T, _T]:  # fmt: skip
-    return _forward(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale)
+def _attend(q: _T, k: _O, v: _O, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O, flat: _O, meta: _O, docs: _O, kind: int,
+            origin: int, causal: bool, window: int, q_offset: int, scale: float, heads: int,
+            size: int) -> tuple[_T, _T]:  # fmt: skip
+    return _forward(*_views(q, k, v, heads, size), a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window,
+                    q_offset, scale)  # fmt: skip
 
 
 @_attend.register_fake
-def _(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale):
+def _(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale, heads, size):
+    q, *_ = _views(q, k, v, heads, size)
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("relpos::attend_backward", mutates_args=())
-def _attend_backward(do: _T, q: _T, k: _T, v: _T, out: _T, lse: _T, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O,
+def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O,
                      flat: _O, meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
-                     scale: float, wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
-    return _backward(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset,
-                     scale, wants)  # fmt: skip
+                     scale: float, heads: int, size: int,
+                     wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
+    whole = torch.empty_like(q) if k is None else None
+    grads = _backward(do, *_views(q, k, v, heads, size), out, lse, a, b, c, d, e, f, flat, meta, docs, kind, origin,
+                      causal, window, q_offset, scale, wants,
+                      None if whole is None else _views(whole, None, None, heads, size))  # fmt: skip
+    return grads if whole is None else (whole, lse.new_empty(0), lse.new_empty(0), *grads[3:])
 
 
 @_attend_backward.register_fake
-def _(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale, wants):
+def _(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale, heads,
+      size, wants):  # fmt: skip
     terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e, f))]
+    if k is None:
+        return (torch.empty_like(q), lse.new_empty(0), lse.new_empty(0), *terms)
     return (_like(q), _like(k), _like(v), *terms)
 
 
@@ -377,8 +396,8 @@ def _save(ctx, inputs, output) -> None:
 def _gradients(ctx, do, _lse, backward=_attend_backward):
     needs = ctx.needs_input_grad
     wants = sum(1 << bit for bit in range(6) if needs[3 + bit])
-    dq, dk, dv, *grads = backward(do, *ctx.saved_tensors, *ctx.scalars, wants)
-    return (dq, dk, dv, *[x if needs[3 + n] else None for n, x in enumerate(grads)], *[None] * 9)
+    dq, *grads = backward(do, *ctx.saved_tensors, *ctx.scalars, wants)
+    return (dq, *[x if needs[1 + n] else None for n, x in enumerate(grads)], *[None] * (len(needs) - 9))
 
 
 _attend.register_autograd(_gradients, setup_context=_save)
@@ -460,8 +479,11 @@ def _take(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3]) if x.dim() == 4 else index)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, scale: float) -> Tensor:
-    """Output [B,H,Tq,D] of q, k, v that are already rotated."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, scale: float, packed: Tensor | None = None
+) -> Tensor:
+    """Output [B,H,Tq,D] of q, k, v that are already rotated. Where they are views of one tensor [B, T, width], `packed`
+    is that tensor: a compiled model then gets its gradient in one piece instead of joining three."""
     if torch.is_autocast_enabled(q.device.type):
         q = q.to(torch.get_autocast_dtype(q.device.type))
     k, v = k.to(q.dtype), v.to(q.dtype)
@@ -489,9 +511,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, s
         docs = torch.stack((borders[number - 1], borders[number])).contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     given, kind, origin = _operands(terms, layout)
-    run = _attend if torch.compiler.is_compiling() else _Eager.apply
     start = 0 if isinstance(offset, Tensor) else int(offset)
-    out, _ = run(q, k, v, *given, meta, docs, kind, origin, layout.causal, layout.window or 0, start, float(scale))
+    how = (meta, docs, kind, origin, layout.causal, layout.window or 0, start, float(scale))
+    if not torch.compiler.is_compiling():
+        out, _ = _Eager.apply(q, k, v, *given, *how)
+    elif packed is None or back is not None or packed.dtype != q.dtype:
+        out, _ = _attend(q, k, v, *given, *how, 0, 0)
+    else:
+        out, _ = _attend(packed, None, None, *given, *how, q.shape[1], q.shape[-1])
     if back is not None and real is not None:
         out = _take(out, back).masked_fill(~real[:, None, :, None], 0)
     return out

@@ -7,7 +7,7 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 
 from relpos.attention import attend
-from relpos.attention.reference import rotate
+from relpos.attention.rotary import turn
 from relpos.errors import UserError, nearest
 from relpos.models.config import RelPosConfig
 from relpos.models.positions import Plan
@@ -34,12 +34,13 @@ class Attention(nn.Module):
         self, hidden: Tensor, plan: Plan, cache: Cache | None = None, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Output [B, T, hidden_size] and, if needed, the weights [B, H, T, Tk]."""
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in self.qkv(hidden).split(self.sizes, -1))
+        qkv = self.qkv(hidden)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in qkv.split(self.sizes, -1))
         rotation, terms = plan.for_layer(hidden, None if cache is None else cache.layers[self.layer])
         if rotation is not None:
             new = plan.layout.Tk - plan.layout.Tq  # the keys before it are cached as they were turned
-            q = rotate(q, rotation.q_cos, rotation.q_sin, rotation.interleaved)
-            k = rotate(k, rotation.k_cos[:, new:], rotation.k_sin[:, new:], rotation.interleaved)
+            q = turn(q, rotation.q_cos, rotation.q_sin, rotation.interleaved)
+            k = turn(k, rotation.k_cos[:, new:], rotation.k_sin[:, new:], rotation.interleaved)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         out = attend(
@@ -52,6 +53,7 @@ class Attention(nn.Module):
             rescore=plan.encoding.rescore if plan.encoding.rescores else None,
             impl=self.config.impl,
             return_weights=need_weights,
+            packed=qkv if rotation is None and cache is None else None,
         )
         out, weights = out if isinstance(out, tuple) else (out, None)
         return self.out(out.transpose(1, 2).flatten(2)), weights

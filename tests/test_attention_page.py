@@ -84,7 +84,8 @@ def test_training_rows_that_are_missing_slow_or_failed(folder):
     assert "| failed |" in row("`fire`") and "Failed: OutOfMemoryError: no: `fire` at 512" in text
     assert "| 521k | 501k | 387k | 22 |" in row("nanoGPT, no bias (given)")
     change(folder / "training-step-h200.json", lambda value: value.update(rows=[]))
-    assert "nanoGPT, no bias (given)" in attention_page.page(folder)
+    text = attention_page.page(folder)
+    assert "nanoGPT, no bias (given)" in text and attention_page.WITHDRAWN in text
 
 
 def test_training_through_the_command_where_it_was_timed(folder):

@@ -26,6 +26,7 @@ from relpos.terms import Bank, Distance, Layout, Potential, Profile, Slope, Term
 LOG2E = math.log2(math.e)
 PROGRAMS = 1056  # enough to fill a large GPU several times over
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
+ALL, FIRST, REST = range(3)
 KNOTTED, GATED = 7, 8  # to the host alone: a profile with knots, a linear potential with a gate
 
 
@@ -139,29 +140,32 @@ def _power(n: int) -> int:
 class _Call:
     """What the kernels of one call share."""
 
-    def __init__(self, q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale):
+    def __init__(self, rows, q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale):
         self.q = q
         self.B, self.H, self.Tq, self.D = q.shape
         self.Tk = k.shape[2]
         self.kind, self.origin, self.scale = kind, origin, scale
         size, strides = 0, [0, 0, 0, 0]
-        more: dict[str, int] = {}
+        more: dict[str, int] = {"ROWS": rows}
         if kind in (POTENTIAL, LOG):
             strides[:3] = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (a, b, c)]
-            more = {"GATED": c is not None}
+            more["GATED"] = c is not None
         elif kind == PROFILE:
             strides[0] = 0 if b.shape[0] == 1 else b.stride(0)
             size = int(a.numel() > 1)
-            strides[3] = int(flat is not None and flat.numel() > 1)
-            more = {"KNOTS": c.numel(), "KP": max(2, _power(c.numel()))}
+            more |= {"KNOTS": c.numel(), "KP": max(2, _power(c.numel()))}
         elif kind == DISTANCE:
-            size, more = a.shape[1], {"HAS_FAR": True}
+            size = a.shape[1]
+            more["HAS_FAR"] = rows == ALL
         elif kind == BANK:
             strides[0] = 0 if a.shape[0] == 1 else a.stride(0)
-            size, more = b.shape[1], {"RANK": b.shape[0], "RP": max(16, _power(b.shape[0])), "HAS_FAR": True}
+            size = b.shape[1]
+            more |= {"RANK": b.shape[0], "RP": max(16, _power(b.shape[0])), "HAS_FAR": True}
+        if rows != ALL:
+            strides[3] = int(first.numel() > 1)
         self.reach = size - origin - (kind == DISTANCE)
         # A missing tensor becomes a pointer that is never read.
-        self.term = [*(q if x is None else x for x in (meta, docs, a, b, c, d, e, f, flat)), *strides, size, origin]
+        self.term = [*(q if x is None else x for x in (meta, docs, a, b, c, d, e, first)), *strides, size, origin]
         self.sizes = [self.H, self.H // k.shape[1], self.Tq, self.Tk, q_offset, scale * LOG2E]
         exact = q.dtype == torch.float32
         self.flags = dict(
@@ -191,17 +195,28 @@ class _Call:
 A, B_, C, D, E, F_ = (1 << n for n in range(6))
 
 
-def _forward(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale):
-    call = _Call(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale)
+def _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, *how) -> list[_Call]:
+    """What to launch: one call, or where the first queries have a table f, one for these and one for the others."""
+    if f is None:
+        return [_Call(ALL, q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, *how)]
+    return [
+        _Call(FIRST, q, k, v, f, None, None, None, None, first, meta, docs, DISTANCE, 0, *how),
+        _Call(REST, q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, *how),
+    ]
+
+
+def _forward(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale):
     out, lse = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
-    call.launch("forward", grid, [q, k, v, out, lse], [q, k, v, out], [call.reach])
+    for call in _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale):
+        grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
+        call.launch("forward", grid, [q, k, v, out, lse], [q, k, v, out], [call.reach])
     return out, lse
 
 
-def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale,
+def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale,
               wants, into=None):  # fmt: skip
-    call = _Call(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale)
+    calls = _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale)
+    call = calls[-1]
     if do.stride(-1) != 1:
         do = do.contiguous()
     dq, dk, dv = into or (_like(q), _like(k), _like(v))
@@ -209,7 +224,9 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, o
     grad = bool(wants)
 
     def maybe(needed: bool, *shape: int) -> Tensor:
-        return lse.new_empty(shape) if grad and needed else delta  # a pointer that is never written through
+        if not (grad and needed):
+            return delta  # a pointer that is never written through
+        return lse.new_empty(shape) if f is None else lse.new_zeros(shape)  # of the first queries nobody writes
 
     gated = c is not None and kind in (POTENTIAL, LOG)
     knots = kind == PROFILE and c.numel() > 0
@@ -218,22 +235,26 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, o
     by_gate = maybe(gated, *lse.shape)
     # With slopes and linear potentials, what backward_k needs of a row is relative to the row's block here.
     local = torch.empty_like(lse) if call.flags["CANCEL"] and kind in (SLOPE, POTENTIAL) else lse
-    QM = call.blocks("backward_q")[0]
-    call.launch(
-        "backward_q", (-(-call.Tq // QM), call.B * call.H),
-        [q, k, v, out, do, lse, local, delta, dq, by_query, by_gate], [q, k, v, out, do, dq],
-        [scale, call.reach], GRAD=grad,
-    )  # fmt: skip
-    BM, BN, *_ = call.blocks("backward_k")
-    assert QM % BM == 0
     by_key = maybe(True, call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tk)
-    pieces = lse.new_zeros(call.B, call.H, -(-call.Tk // BN), 2 * c.numel() + 1, 2, 4) if knots and grad else delta
-    call.launch(
-        "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
-        [q, k, v, do, local, delta, dk, dv, by_key, by_rate, pieces], [q, k, v, do, dk, dv],
-        [scale, call.reach], GRAD=grad, QM=QM,
-    )  # fmt: skip
+    for part in calls:
+        QM = part.blocks("backward_q")[0]
+        part.launch(
+            "backward_q", (-(-call.Tq // QM), call.B * call.H),
+            [q, k, v, out, do, lse, local, delta, dq, by_query, by_gate], [q, k, v, out, do, dq],
+            [scale, part.reach], GRAD=grad,
+        )  # fmt: skip
+    for part in calls:
+        QM, (BM, BN, *_) = part.blocks("backward_q")[0], part.blocks("backward_k")
+        assert QM % BM == 0
+        pieces = delta
+        if knots and grad and part is call:
+            pieces = lse.new_zeros(call.B, call.H, -(-call.Tk // BN), 2 * c.numel() + 1, 2, 4)
+        part.launch(
+            "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
+            [q, k, v, do, local, delta, dk, dv, by_key, by_rate, pieces], [q, k, v, do, dk, dv],
+            [scale, part.reach], GRAD=grad and part is call, QM=QM,
+        )  # fmt: skip
 
     grads: dict[int, Tensor] = {}
     inputs = [q, k, v, do, lse, delta]
@@ -262,7 +283,7 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, o
             grads[D], grads[E] = of_pieces[..., 0].contiguous(), of_pieces[..., 1].contiguous()
             grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
             if wants & F_:
-                grads[F_] = _table_gradient(call, inputs)
+                grads[F_] = _table_gradient(calls[0], inputs)
         else:
             grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
             of_rate = of_rate * d[:, 0] / a.clamp(min=1e-12)
@@ -324,7 +345,7 @@ def _table_gradient(call: _Call, inputs: list[Tensor]) -> Tensor:
     n, before, count, shares = _diagonals(call, "backward_distance", call.Tk - 1)
     out = inputs[4].new_empty(shares, call.H, count, 2 * n)
     call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4],
-                [call.reach, call.B, -before], GRAD=True)  # fmt: skip
+                [call.reach, call.B, -before])  # fmt: skip
     sums = _by_distance(out.sum(0).permute(1, 2, 0), n).T
     return sums[:, n : n + call.Tk].contiguous()
 
@@ -354,33 +375,33 @@ def _views(q, k, v, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.custom_op("relpos::attend", mutates_args=())
-def _attend(q: _T, k: _O, v: _O, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O, flat: _O, meta: _O, docs: _O, kind: int,
+def _attend(q: _T, k: _O, v: _O, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O, first: _O, meta: _O, docs: _O, kind: int,
             origin: int, causal: bool, window: int, q_offset: int, scale: float, heads: int,
             size: int) -> tuple[_T, _T]:  # fmt: skip
-    return _forward(*_views(q, k, v, heads, size), a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window,
+    return _forward(*_views(q, k, v, heads, size), a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window,
                     q_offset, scale)  # fmt: skip
 
 
 @_attend.register_fake
-def _(q, k, v, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale, heads, size):
+def _(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, heads, size):
     q, *_ = _views(q, k, v, heads, size)
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("relpos::attend_backward", mutates_args=())
 def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O,
-                     flat: _O, meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
+                     first: _O, meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
                      scale: float, heads: int, size: int,
                      wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
     whole = torch.empty_like(q) if k is None else None
-    grads = _backward(do, *_views(q, k, v, heads, size), out, lse, a, b, c, d, e, f, flat, meta, docs, kind, origin,
+    grads = _backward(do, *_views(q, k, v, heads, size), out, lse, a, b, c, d, e, f, first, meta, docs, kind, origin,
                       causal, window, q_offset, scale, wants,
                       None if whole is None else _views(whole, None, None, heads, size))  # fmt: skip
     return grads if whole is None else (whole, lse.new_empty(0), lse.new_empty(0), *grads[3:])
 
 
 @_attend_backward.register_fake
-def _(do, q, k, v, out, lse, a, b, c, d, e, f, flat, meta, docs, kind, origin, causal, window, q_offset, scale, heads,
+def _(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, heads,
       size, wants):  # fmt: skip
     terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e, f))]
     if k is None:
@@ -433,14 +454,15 @@ def _table_of(term: Profile, layout: Layout) -> list[Tensor]:
     u = torch.log1p(term.rate[:, None] * torch.arange(layout.Tk, device=rho.device)) * rho  # [1 or H, Tk]
     piece = torch.bucketize(u.detach(), term.knots)
     chosen = (piece[..., None] == torch.arange(term.knots.numel() + 1, device=rho.device)).double()
+
     # A product, whose gradient is one too: sums without atomics. In float64, as float32 ones may be rounded to 10 bits.
     def pick(x: Tensor) -> Tensor:
         x = x.double()
         return x @ chosen[0].T if chosen.shape[0] == 1 else (chosen @ x[..., None])[..., 0]
 
-    flat = (term.rho == rho).int().cumprod(-1).sum(-1)
-    flat = torch.where(flat == layout.Tq, layout.Tq, flat // BLOCK * BLOCK)
-    return [(pick(term.offset) + pick(term.slope) * u).float(), flat.int()]
+    first = (term.rho == rho).int().cumprod(-1).sum(-1)
+    first = torch.where(first == layout.Tq, layout.Tq, first // BLOCK * BLOCK)
+    return [(pick(term.offset) + pick(term.slope) * u).float(), first.int()]
 
 
 def _operands(terms: list[Term], layout: Layout) -> tuple[list[Tensor | None], int, int]:

@@ -15,9 +15,9 @@ What the term operands `a` .. `e` hold, by KIND (shapes as in relpos/terms.py):
 | DISTANCE       | values [H, size]     |               |              |                |                 |
 | BANK           | rows [., H, Tq, R]   | bank [R, size]|              |                |                 |
 
-A profile with knots also has `f` [H, Tk], its values by distance for the rho of the first query, and `g` [.], how many
-queries that rho holds for (all, or a multiple of every block): there the distance alone decides, as with a table. Of
-the other tiles most lie on one piece.
+A profile with knots and one rho for the FIRST queries of an entry (all, or a multiple of every block) is a table by
+distance to them: one launch takes these queries as DISTANCE, another the REST as PROFILE, where most tiles lie on one
+piece. Programs with no such queries end at once.
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
@@ -43,8 +43,10 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
-# Of tiles: any; beyond the reach of a table or bank; on one piece of a profile; where a profile has a table.
-ANY, FAR, PURE, TABLE = (tl.constexpr(n) for n in range(4))
+# Of tiles: any; beyond the reach of a table or bank; on one piece of a profile.
+ANY, FAR, PURE = (tl.constexpr(n) for n in range(3))
+# Of queries: all; the first of each batch entry, as many as Term.first says; the others.
+ALL, FIRST, REST = (tl.constexpr(n) for n in range(3))
 
 
 class Flags(NamedTuple):
@@ -73,6 +75,7 @@ class Flags(NamedTuple):
     SPAN: int = 0
     QM: int = 0  # in backward_k and backward_distance: the block of queries, and of keys, of the kernel before
     QN: int = 0
+    ROWS: int = 0  # ALL, FIRST or REST
 
 
 class Term(NamedTuple):
@@ -81,15 +84,13 @@ class Term(NamedTuple):
     c: Any
     d: Any
     e: Any
-    f: Any
-    g: Any
-    q_b: Any  # batch strides: what belongs to queries, keys, gates, g; 0 where the batch shares it
+    first: Any  # [1 or B]
+    q_b: Any  # batch strides: what belongs to queries, keys, gates, `first`; 0 where the batch shares it
     k_b: Any
     g_b: Any
-    f_b: Any
+    first_b: Any
     size: Any
     origin: Any
-    Tk: Any
 
 
 class Head(NamedTuple):
@@ -230,17 +231,14 @@ def _spread(x, TURNED: tl.constexpr, F: tl.constexpr):
 def _table(base, t, h, F: tl.constexpr):
     """Values by distance, [SPAN], of the tile whose first query and first key are `base` apart."""
     d = base - F.BN + tl.arange(0, F.SPAN)
-    if F.KIND == PROFILE:
-        return tl.load(t.f + h * t.Tk + tl.minimum(tl.abs(d), t.Tk - 1)) * LOG2E
-    else:
-        at = tl.minimum(tl.maximum(d + t.origin, 0), t.size - 1)
-        return tl.load(t.a + h * t.size + at) * LOG2E
+    at = tl.minimum(tl.maximum(d + t.origin, 0), t.size - 1)
+    return tl.load(t.a + h * t.size + at) * LOG2E
 
 
 @triton.jit
-def _table_rows(t, b, F: tl.constexpr):
-    """How many queries a profile's table holds for."""
-    return tl.load(t.g + b * t.f_b) if F.KNOTS > 0 else 0
+def _first_rows(t, b):
+    """How many queries of a batch entry come FIRST."""
+    return tl.load(t.first + b * t.first_b)
 
 
 @triton.jit
@@ -340,9 +338,7 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, TURNED: tl.constexpr, MODE: tl.co
         log = _log2(gap * gap + 1.0, F.EXACT)
         s -= q.gate * log if F.GATED else log
     if F.KIND == PROFILE:
-        if MODE == TABLE:
-            s += _spread(_table(base, t, head.h, F), TURNED, F)
-        elif F.KNOTS == 0 or MODE == PURE:
+        if F.KNOTS == 0 or MODE == PURE:
             u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate), TURNED, F) * q.rho
             s += head.slope * u + head.far
         else:
@@ -525,14 +521,20 @@ def _forward_tiles(
 
 @triton.jit
 def forward(
-    Q, K, V, O, Lse, Meta, Docs, TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin,
+    Q, K, V, O, Lse, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, F: tl.constexpr,
 ):  # fmt: skip
     # Long rows first: the last blocks of a causal matrix have the most to do.
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
-    t = Term(TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin, Tk)
+    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
+    if F.ROWS == FIRST:
+        if m0 >= _first_rows(t, b):
+            return
+    if F.ROWS == REST:
+        if m0 < _first_rows(t, b):
+            return
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     mcol = q_off + m0
     r = m0 + tl.arange(0, F.BM)
@@ -549,16 +551,7 @@ def forward(
     if F.HAS_FAR and F.CAUSAL:
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
                                    False, FAR, F)  # fmt: skip
-    masked = full
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-        if m0 < _table_rows(t, b, F):
-            far = full
-            masked = end
-        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
-                                   False, TABLE, F)  # fmt: skip
-        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, full, masked, mcol, klen, SK, info, head, t, c2,
-                                   True, TABLE, F)  # fmt: skip
-        begin = far
         while begin < full:
             stop, piece = _pure_keys(begin, full, mcol, info, head, t, F)
             acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, stop, mcol, klen, SK, info,
@@ -569,7 +562,7 @@ def forward(
     elif not (F.DOCS or F.WINDOW > 0):
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
                                    False, ANY, F)  # fmt: skip
-    acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, masked, end, mcol, klen, SK, info, head, t, c2,
+    acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2,
                                True, ANY, F)  # fmt: skip
 
     l = tl.sum(l, 1)
@@ -628,7 +621,7 @@ def _backward_q_tiles(
                 if F.GATED:
                     by_gate -= _fold(ds * log, F.BM, F.BN)
                     of_gate -= _fold(w * log, F.BM, F.BN)
-            if F.KIND == PROFILE and F.KNOTS > 0 and MODE != TABLE:  # rho's, where S_i stands
+            if F.KIND == PROFILE and F.KNOTS > 0:  # rho's, where S_i stands
                 line = _psi(mcol - n0 - F.BN + tl.arange(0, F.SPAN), head.rate)
                 if MODE == PURE:
                     pull = _spread(line * (head.slope * LN2), False, F)
@@ -662,7 +655,7 @@ def _slide(x, TURNED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, Meta, Docs, TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f,
+    Q, K, V, O, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f,
     t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
     H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
@@ -671,7 +664,13 @@ def backward_q(
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
-    t = Term(TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin, Tk)
+    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
+    if F.ROWS == FIRST:
+        if m0 >= _first_rows(t, b):
+            return
+    if F.ROWS == REST:
+        if m0 < _first_rows(t, b):
+            return
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     mcol = q_off + m0
     r = m0 + tl.arange(0, F.BM)
@@ -705,18 +704,7 @@ def backward_q(
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, begin, far,
             mcol, klen, SK, info, head, t, c2, False, FAR, F)  # fmt: skip
-    masked = full
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-        if m0 < _table_rows(t, b, F):
-            far = full
-            masked = end
-        dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
-            dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, begin, far,
-            mcol, klen, SK, info, head, t, c2, False, TABLE, F)  # fmt: skip
-        dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
-            dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, full, masked,
-            mcol, klen, SK, info, head, t, c2, True, TABLE, F)  # fmt: skip
-        begin = far
         while begin < full:
             stop, piece = _pure_keys(begin, full, mcol, info, head, t, F)
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
@@ -731,7 +719,7 @@ def backward_q(
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, far, full,
             mcol, klen, SK, info, head, t, c2, False, ANY, F)  # fmt: skip
     dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
-        dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, masked, end,
+        dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, full, end,
         mcol, klen, SK, info, head, t, c2, True, ANY, F)  # fmt: skip
 
     _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq * scale, F)
@@ -812,7 +800,7 @@ def _backward_k_tiles(
                 d = tl.abs(mcol - n0 - F.BN + tl.arange(0, F.SPAN)).to(tl.float32)
                 pull = _spread(1.0 / (head.rate * d + 1.0), True, F)
                 rate_sum -= _fold(ds * (rho * pull), F.BN, F.BM)
-            if F.KIND == PROFILE and F.KNOTS > 0 and MODE != TABLE:
+            if F.KIND == PROFILE and F.KNOTS > 0:
                 x = tl.where(j < klen, ds, 0.0)  # these sums run over keys, so keys that are not there must not count
                 d = mcol - n0 - F.BN + tl.arange(0, F.SPAN)
                 away = tl.abs(d).to(tl.float32)
@@ -872,7 +860,7 @@ def _pieces_of_queries(m0, n0, mcol, Tq, Rho, head, F: tl.constexpr):
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Meta, Docs, TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f,
+    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f,
     t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
@@ -885,7 +873,7 @@ def backward_k(
     HKV = H // GROUP
     b = (tl.program_id(1) // HKV).to(tl.int64)
     hk = (tl.program_id(1) % HKV).to(tl.int64)
-    t = Term(TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin, Tk)
+    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     j1 = n0 + tl.arange(0, F.BN)
     j = j1[:, None]
@@ -907,6 +895,12 @@ def backward_k(
     if n0 >= klen:
         end = 0
     begin = begin // F.BM * F.BM
+    if F.ROWS == FIRST:
+        end = tl.minimum(end, _first_rows(t, b))
+    if F.ROWS == REST:
+        begin = tl.maximum(begin, _first_rows(t, b))
+        if begin >= end:
+            return
     full = begin
     if F.CAUSAL:
         full = tl.maximum(begin, (tl.maximum(n0 + F.BN - 1 - q_off, 0) + F.BM - 1) // F.BM * F.BM)
@@ -937,23 +931,12 @@ def backward_k(
         Pieces = PieceSums + ((b * H + h) * tl.num_programs(0) + tl.program_id(0)) * 8 * (2 * F.KNOTS + 1)
         Lse_h = Lse + row
         Delta_h = Delta + row
-        masked = begin
-        if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-            flat = _table_rows(t, b, F)
-            masked = tl.minimum(tl.maximum(flat, begin), full)
-            far = tl.minimum(tl.maximum(flat, full), end)
-            dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, begin, masked, n0, q_off,
-                klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, True, TABLE, F)  # fmt: skip
-            dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, full, far, n0, q_off,
-                klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, TABLE, F)  # fmt: skip
         if F.CAUSAL or F.DOCS or F.WINDOW > 0:
             dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, masked, full, n0, q_off,
+                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, begin, full, n0, q_off,
                 klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, True, ANY, F)  # fmt: skip
         if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-            m0 = far
+            m0 = full
             while m0 < end:
                 stop, r = _pure_queries(m0, end, n0, q_off + m0, Tq, TB + b * t_q, head, F)
                 dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
@@ -985,8 +968,15 @@ def backward_k(
             tl.store(DKey + at, tl.where(j1 < klen, total, 0.0), mask=j1 < Tk)
             if F.KIND == PROFILE:
                 tl.store(DRate + at, tl.where(j1 < klen, tl.sum(rate_sum, 1), 0.0), mask=j1 < Tk)
-    _put(DK + b * dk_b + hk * dk_h, j1, dk_t, j1 < Tk, tl.where(j < klen, dk * scale, 0.0), F)
-    _put(DV + b * dv_b + hk * dv_h, j1, dv_t, j1 < Tk, tl.where(j < klen, dv, 0.0), F)
+    DK += b * dk_b + hk * dk_h
+    DV += b * dv_b + hk * dv_h
+    dk = tl.where(j < klen, dk * scale, 0.0)
+    dv = tl.where(j < klen, dv, 0.0)
+    if F.ROWS == REST:  # on top of what the FIRST queries gave
+        dk += _features(DK, j1.to(tl.int64), dk_t, j1 < Tk, True, F).to(tl.float32)
+        dv += _features(DV, j1.to(tl.int64), dv_t, j1 < Tk, True, F).to(tl.float32)
+    _put(DK, j1, dk_t, j1 < Tk, dk, F)
+    _put(DV, j1, dv_t, j1 < Tk, dv, F)
 
 
 @triton.jit
@@ -1011,7 +1001,7 @@ def _blocks_on(base, q_off, Tq, Tk, F: tl.constexpr):
 
 @triton.jit
 def backward_distance(
-    Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin,
+    Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, reach, B, first,
     F: tl.constexpr,
 ):  # fmt: skip
@@ -1022,10 +1012,10 @@ def backward_distance(
     h = (tl.program_id(1) % H).to(tl.int64)
     share = tl.program_id(1) // H
     shares = tl.num_programs(1) // H
-    t = Term(TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin, Tk)
+    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     queries = Tq
-    if F.KNOTS > 0 and not F.META:
-        queries = tl.minimum(_table_rows(t, 0, F), Tq)
+    if F.ROWS == FIRST and not F.META:
+        queries = tl.minimum(_first_rows(t, 0), Tq)
     begin, blocks = _blocks_on(base, q_off, queries, Tk, F)
     a = tl.arange(0, F.BM)
     total = B * blocks
@@ -1049,8 +1039,8 @@ def backward_distance(
         i = (off + r)[:, None]
         lo, hi = _borders(Docs, i, Tk, F)
         ok = _visible(i, j[None, :], klen, j[None, :], lo, hi, F) & (j[None, :] >= 0)
-        if F.KNOTS > 0:
-            ok = ok & (r[:, None] < _table_rows(t, b, F))
+        if F.ROWS == FIRST:
+            ok = ok & (r[:, None] < _first_rows(t, b))
         if F.QM > 0:
             # Far tiles of backward_k, whose blocks are QM x QN, are summed there.
             edge = (tl.maximum(reach + j // F.QN * F.QN + F.QN - 1 - off, 0) + F.QM - 1) // F.QM * F.QM
@@ -1063,14 +1053,14 @@ def backward_distance(
 
 @triton.jit
 def backward_bank(
-    Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin,
+    Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, reach, B, first,
     F: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a bank. As `backward_distance`, but all heads share it, and each query weighs its distances by a row
     of its own: `Out` [shares, diagonals, SPAN, RP]."""
     base = (first + tl.program_id(0)) * F.BM
-    t = Term(TA, TB, TC, TD, TE, TF, TG, t_q, t_k, t_g, t_f, t_size, t_origin, Tk)
+    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     begin, blocks = _blocks_on(base, q_off, Tq, Tk, F)
     a = tl.arange(0, F.BM)
     total = B * H * blocks

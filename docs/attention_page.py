@@ -269,8 +269,8 @@ def decode(m: Measured) -> str:
 
 
 WITHDRAWN = (
-    " **Our own rows are to be measured again**: those that stood here were of steps whose loss, compiled by torch 2.11, "
-    "had no gradient. What real training reaches, at 512 tokens and 65,536 a step, is in [the study](study.md)."
+    " **Our own rows are to be measured again**: those that stood here were of steps whose loss, compiled by torch "
+    "2.11, had no gradient. What real training reaches, at 512 tokens and 65,536 a step, is in [the study](study.md)."
 )
 
 

@@ -117,7 +117,8 @@ def pictures(folder: Path = RESULTS, out: Path = IMAGES) -> list[Path]:
         ),
     }
     if near(r):
-        made["study-perplexity-near"] = curves.perplexity(labelled(near(r)), intervals=False)
+        places = [r.main.index(v) for v in near(r)]
+        made["study-perplexity-near"] = curves.perplexity(labelled(near(r)), intervals=False, places=places)
     if captured(r):
         held = [capture.load(path) for path in captured(r)]
         alike = Counter(one.title for one in held)
@@ -218,7 +219,8 @@ def perplexities(r: Results) -> str:
     why = compare.reasons(compare.Comparison(perplexity=labelled(r.main)))
     return (
         f"## Perplexity by length\n\n{told(r.main[0]['evaluation'][0])}. Bold: the best of our column and all that "
-        "cannot be told apart from it (95% interval of the paired difference). The paper's numbers are those of GPT-2 "
+        "cannot be told apart from it (95% interval of the paired difference over the tokens of the text; how much "
+        "another seed would change is not in it). The paper's numbers are those of GPT-2 "
         "Small on FineWeb-Edu ([arXiv 2503.08067](https://arxiv.org/abs/2503.08067)): other text, about 10 billion "
         "tokens, trained at 1024. Compare orders and growth, not values.\n\n"
         f"### `blocks`\n\n{entry['statement']} {entry['scored']['tokens']:,} tokens count.\n\n{table(head, rows)}\n\n"
@@ -247,9 +249,14 @@ def growth(r: Results) -> str:
             at = {n // PAPER_TRAINED: x for n, x in zip(PAPER_LENGTHS, PAPER[spec], strict=True)}
             found = [at.get(m, at.get(15) if m == 16 else None) for m in times]
             rows.append(["", "paper", *["-" if x is None or base is None else ratio(x / base) for x in found]])
+        if spec in PAPER_DENSE and trained == PAPER_DENSE_LENGTHS[0]:
+            at = dict(zip(PAPER_DENSE_LENGTHS, PAPER_DENSE[spec], strict=True))
+            found = [at.get(m * trained) for m in times]
+            rows.append(["", "paper, trained at 512", *["-" if x is None else ratio(x / at[trained]) for x in found]])
     return (
         "### Beyond the training length\n\nPerplexity (`blocks`) at so many times the training length, divided by that "
-        f"at the training length: {trained} here, {PAPER_TRAINED} in the paper (whose 16 is 15).\n\n"
+        f"at the training length: {trained} here, {PAPER_TRAINED} in the paper (whose 16 is 15). It also has "
+        f"two models that were trained at {PAPER_DENSE_LENGTHS[0]}.\n\n"
         + table(["encoding", "", *[f"x {m}" for m in times]], rows)
     )
 
@@ -370,7 +377,13 @@ def cost(r: Results) -> str:
     if any(v["run"]["ahead"] for v in r.main):
         note = " While a model trained, the next one compiled on the same machine."
     if against is not None:
-        note += f" nanoGPT, which has no bias, trains the same model at {thousands(against)} tokens/s on such a GPU."
+        known = json.loads((ROOT / "results" / "nanogpt-h200.json").read_text(encoding="utf-8"))
+        authors = known["others"]["the CABLE authors' code"].get(str(r.main[0]["recipe"]["length"]))
+        note += (
+            f" nanoGPT, which has no bias, trains this model at {thousands(against)} tokens/s in {known['peak_gib']} "
+            f"GiB with half as many tokens in a pass, the CABLE authors' code at {thousands(authors)}: figures given "
+            "to us for such a GPU, not measured here."
+        )
     return (
         "## Speed and memory\n\nTokens per second are the median over the run, and the mean over it from its second "
         f"step to its last.{note} Peak memory is what PyTorch's allocator held for one process.\n\n" + table(head, rows)

@@ -558,6 +558,7 @@ def test_a_coarser_hidden_state_and_things_that_are_no_tensors():
         ("key_padding_mask must be a tensor", {"hidden": hidden, "key_padding_mask": [True] * 5}),
         ("hidden must be a tensor", {"hidden": [1.0]}),
         ("scale must be a number", {"hidden": hidden, "scale": "x"}),
+        ("scale must be a number above 0", {"hidden": hidden, "scale": 0.0}),
     ):
         with pytest.raises(UserError, match=match):
             relpos.attention(q, q, q, encoding, **wrong)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -207,8 +208,8 @@ def attention(
     for what, given in (("attention sinks", sinks), ("soft-capping", softcap), ("attention dropout", dropout or None)):
         if given is not None:
             raise UserError(f"{what} is not supported: the kernels drop what is constant along a row of scores")
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise UserError(f"scale must be a number, not {scale!r}")
+    if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+        raise UserError(f"scale must be a number above 0, not {scale!r}")
     q, k, terms, layout, rescore = _ready(
         q,
         k,

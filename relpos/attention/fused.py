@@ -146,10 +146,10 @@ class _Call:
         self.Tk = k.shape[2]
         self.kind, self.origin, self.scale = kind, origin, scale
         size, strides = 0, [0, 0, 0, 0]
-        more: dict[str, int] = {"ROWS": rows}
+        more: dict[str, int] = {"ROWS": rows, "RAW": kind == NONE}
         if kind in (POTENTIAL, LOG):
             strides[:3] = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (a, b, c)]
-            more["GATED"] = c is not None
+            more |= {"GATED": c is not None, "RAW": c is not None and kind == POTENTIAL}
         elif kind == PROFILE:
             strides[0] = 0 if b.shape[0] == 1 else b.stride(0)
             size = int(a.numel() > 1)
@@ -263,7 +263,8 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
     elif kind in (POTENTIAL, LOG):
         factor = 1 if kind == POTENTIAL else 2
         if wants & A:  # the causal linear form has none: it is constant along a row
-            by_query = by_query if c is None else by_query * c
+            if c is not None:  # linear gates came divided by the scale
+                by_query = by_query * c * (scale if kind == POTENTIAL else 1.0)
             grads[A] = torch.zeros_like(lse) if kind == POTENTIAL and causal else -factor * by_query
         grads[B_] = by_key if factor == 1 else factor * by_key
         # by_gate of the logarithm is in units of log 2.
@@ -465,7 +466,7 @@ def _table_of(term: Profile, layout: Layout) -> list[Tensor]:
     return [(pick(term.offset) + pick(term.slope) * u).float(), first.int()]
 
 
-def _operands(terms: list[Term], layout: Layout) -> tuple[list[Tensor | None], int, int]:
+def _operands(terms: list[Term], layout: Layout, scale: float) -> tuple[list[Tensor | None], int, int]:
     """The kernels' operands a .. f, for how many queries f holds, the kind and the origin."""
     term = terms[0] if terms else None
     given: list[Tensor] = []
@@ -475,7 +476,9 @@ def _operands(terms: list[Term], layout: Layout) -> tuple[list[Tensor | None], i
         kind, given = SLOPE, [term.slopes]
     elif isinstance(term, Potential):
         kind = LOG if term.log else POTENTIAL
-        given = [term.query, term.key, *([] if term.gate is None else [term.gate])]
+        given = [term.query, term.key]
+        if term.gate is not None:
+            given.append(term.gate if term.log else term.gate / scale)
     elif isinstance(term, Profile):
         kind, given = PROFILE, [term.rate.reshape(-1), term.rho, term.knots, term.slope, term.offset]
         if term.knots.numel() and layout.causal and layout.cu_seqlens is None and not layout.window:
@@ -532,7 +535,7 @@ def attend(
         number = torch.bucketize(torch.arange(layout.Tk, device=q.device), layout.cu_seqlens, right=True)
         docs = torch.stack((borders[number - 1], borders[number])).contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    given, kind, origin = _operands(terms, layout)
+    given, kind, origin = _operands(terms, layout, scale)
     start = 0 if isinstance(offset, Tensor) else int(offset)
     how = (meta, docs, kind, origin, layout.causal, layout.window or 0, start, float(scale))
     if not torch.compiler.is_compiling():

@@ -21,6 +21,8 @@ piece. Programs with no such queries end at once.
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
+- RAW kinds (no term, gated linear potentials) leave scores as q . k, and gates come divided by the scale: it is applied
+  inside the exponential, where it costs nothing.
 - What depends on the distance alone is computed or loaded once per tile, for its BM + BN - 1 distances, and spread over
   the tile from shared memory (`_spread`): no table of tiles exists, and logarithms cost nothing.
 - `ref` is the key column of the tile's first query. Distances and potentials enter relative to it, so that float32
@@ -63,6 +65,7 @@ class Flags(NamedTuple):
     DOCS: bool
     WINDOW: int
     EVEN: bool  # the lengths are multiples of every block: no load needs a mask
+    RAW: bool = False  # scores are not scaled yet
     GATED: bool = False
     KNOTS: int = 0
     KP: int = 2  # a power of two that holds the knots
@@ -149,8 +152,6 @@ def _per_query(t, b, h, r, Tq, F: tl.constexpr):
         s = tl.load(t.a + b * t.q_b + h * Tq + r)
         if F.GATED:
             g = tl.load(t.c + b * t.g_b + h * Tq + r)
-            if F.KIND == POTENTIAL:
-                g *= LOG2E
     if F.KIND == PROFILE:
         rho = tl.load(t.b + b * t.q_b + r)
     return s, g, rho
@@ -166,13 +167,13 @@ def _mix(t, b, h, r, Tq, dtype, F: tl.constexpr):
 
 
 @triton.jit
-def _row_constant(fi, si, sref, gi, slope, F: tl.constexpr):
-    """With CANCEL, what `_add_bias` leaves out per row: the true score is its score minus this."""
+def _row_constant(fi, si, sref, gi, slope, c2, F: tl.constexpr):
+    """With CANCEL, what `_add_bias` leaves out per row, scaled: the true score is its score minus this."""
     if F.KIND == SLOPE:
         r = slope * fi
     else:
         r = si - sref
-        r = r * gi if F.GATED else r * LOG2E
+        r = r * gi * c2 if F.GATED else r * LOG2E
     return r
 
 
@@ -485,6 +486,12 @@ def _range_of_keys(Docs, mcol, klen, Tk, reach, F: tl.constexpr):
 
 
 @triton.jit
+def _scores(x, y, c2, F: tl.constexpr):
+    s = tl.dot(x, tl.trans(y), input_precision=F.PREC)
+    return s if F.RAW else s * c2
+
+
+@triton.jit
 def _forward_tiles(
     acc, l, m, q, K, V, k_t, v_t, begin, end, mcol, klen, SK, info, head, t, c2,
     MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
@@ -497,7 +504,7 @@ def _forward_tiles(
         j = n0 + n
         ok = j < klen
         k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
-        s = tl.dot(q, tl.trans(k), input_precision=F.PREC) * c2
+        s = _scores(q, k, c2, F)
         fj = (j - mcol).to(tl.float32)[None, :]
         sj = fj
         if F.KIND == POTENTIAL or F.KIND == LOG:
@@ -510,8 +517,12 @@ def _forward_tiles(
         base = top
         if MASKED:
             base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen no key yet
-        w = tl.exp2(s - base[:, None])
-        fade = tl.exp2(m - base)
+        if F.RAW:
+            w = tl.exp2(s * c2 - (base * c2)[:, None])
+            fade = tl.exp2((m - base) * c2)
+        else:
+            w = tl.exp2(s - base[:, None])
+            fade = tl.exp2(m - base)
         l = l * fade[:, None] + _fold(w, F.BM, F.BN)
         m = top
         v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
@@ -568,10 +579,12 @@ def forward(
     l = tl.sum(l, 1)
     empty = l == 0.0
     acc = acc / tl.where(empty, 1.0, l)[:, None]
+    if F.RAW:
+        m *= c2
     lse = tl.where(empty, float("inf"), m + tl.log2(tl.where(empty, 1.0, l)))
     if F.CANCEL and (F.KIND == SLOPE or F.KIND == POTENTIAL):
         fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
-        lse -= tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, F), 1)
+        lse -= tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, c2, F), 1)
     _put(O + b * o_b + h * o_h, r, o_t, r < Tq, acc, F)
     tl.store(Lse + (b * H + h) * Tq + r, lse, mask=r < Tq)
 
@@ -589,14 +602,14 @@ def _backward_q_tiles(
         ok = j < klen
         k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
         v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
-        s = tl.dot(q, tl.trans(k), input_precision=F.PREC) * c2
+        s = _scores(q, k, c2, F)
         dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
         fj = (j - mcol).to(tl.float32)[None, :]
         sj = fj
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
         s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, False, MODE, F)
-        w = tl.exp2(s - lse[:, None])
+        w = tl.exp2(s * c2 - lse[:, None]) if F.RAW else tl.exp2(s - lse[:, None])
         if MASKED:
             w = tl.where(_visible(i, j[None, :], klen, j[None, :], info.doc_lo, info.doc_hi, F), w, 0.0)
         ds = w * (dp - delta[:, None])
@@ -685,7 +698,7 @@ def backward_q(
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
     if F.CANCEL and (F.KIND == SLOPE or F.KIND == POTENTIAL):
         fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
-        lse += tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, F), 1)
+        lse += tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, c2, F), 1)
         tl.store(Local + row, lse, mask=r < Tq)
 
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
@@ -731,7 +744,8 @@ def backward_q(
         if F.KIND == LOG or (F.KIND == POTENTIAL and not F.CAUSAL) or (F.KIND == PROFILE and F.KNOTS > 0):
             tl.store(ByQuery + row, tl.sum(by_query, 1) - rowsum * tl.sum(of_query, 1), mask=r < Tq)
         if F.GATED:
-            tl.store(ByGate + row, tl.sum(by_gate, 1) - rowsum * tl.sum(of_gate, 1), mask=r < Tq)
+            of_gates = tl.sum(by_gate, 1) - rowsum * tl.sum(of_gate, 1)
+            tl.store(ByGate + row, of_gates * scale if F.RAW else of_gates, mask=r < Tq)
         if F.KIND == BANK:
             n = tl.arange(0, F.RP)
             ok = (r[:, None] < Tq) & (n[None, :] < F.RANK)
@@ -752,7 +766,7 @@ def _backward_k_tiles(
         do = _features(DO + tl.cast(m0, tl.int64) * do_t, a, do_t, r < Tq, not F.EVEN, F)
         lse = _vector(Lse, r, Tq, float("inf"), not F.EVEN)[None, :]
         delta = _vector(Delta, r, Tq, 0.0, not F.EVEN)[None, :]
-        s = tl.dot(k, tl.trans(q), input_precision=F.PREC) * c2
+        s = _scores(k, q, c2, F)
         fi = (mcol - n0 + a).to(tl.float32)[None, :]
         si, gi, rho = _per_query(t, b, head.h, r, Tq, F)
         rho_lo = 1.0
@@ -772,8 +786,8 @@ def _backward_k_tiles(
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
         if F.CANCEL and F.KIND == POTENTIAL:
             moved = tl.load(t.a + b * t.q_b + head.h * Tq + m0 // F.QM * F.QM) - sref
-            lse += moved * gi if F.GATED else moved * LOG2E
-        w = tl.exp2(s - lse)
+            lse += moved * c2 * gi if F.GATED else moved * LOG2E
+        w = tl.exp2(s * c2 - lse) if F.RAW else tl.exp2(s - lse)
         if MASKED:
             i = mcol + a[None, :]
             w = tl.where(_visible(i, j, klen, i, doc_lo, doc_hi, F), w, 0.0)
@@ -963,8 +977,8 @@ def backward_k(
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1
             total = tl.sum(key_sum, 1)
-            if F.KIND == POTENTIAL and F.GATED:
-                total *= LN2  # gates came times log2(e)
+            if F.RAW:
+                total *= scale
             tl.store(DKey + at, tl.where(j1 < klen, total, 0.0), mask=j1 < Tk)
             if F.KIND == PROFILE:
                 tl.store(DRate + at, tl.where(j1 < klen, tl.sum(rate_sum, 1), 0.0), mask=j1 < Tk)

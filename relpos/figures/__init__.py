@@ -241,7 +241,14 @@ def _sheet_of(drawn: Sequence[Drawn]) -> Figure:
     caption = "One row per encoding, one map per head, each with its own colours. " + _common(
         [d.capture for d in drawn]
     )
-    return _sheet.draw([d.maps for d in drawn if d.maps is not None], [d.capture.title for d in drawn], caption.strip())
+    rows = [d for d in drawn if d.maps is not None]
+    sizes = [d.capture.provenance.get("recipe", "").split(" at ")[0] for d in rows]
+    names = []
+    for d, size in zip(rows, sizes, strict=True):  # what not all rows share stands beside each
+        kind = d.maps.kind if d.maps is not None and len({x.maps.kind for x in rows if x.maps}) > 1 else ""
+        more = ", ".join(x for x in (size if len(set(sizes)) > 1 else "", kind) if x)
+        names.append((d.capture.title, more))
+    return _sheet.draw([d.maps for d in rows if d.maps is not None], names, caption.strip())
 
 
 def _common(held: Sequence[Capture]) -> str:

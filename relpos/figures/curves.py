@@ -70,9 +70,10 @@ def _legend(fig: Figure, ax: Axes, count: int) -> None:
         fig.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
 
 
-def perplexity(results: Results, intervals: bool = True) -> Figure:
+def perplexity(results: Results, intervals: bool = True, places: list[int] | None = None) -> Figure:
     """Perplexity against length with 95% intervals, one panel per protocol; a log axis where values spread. Intervals
-    of many models hide each other, and on the same tokens they are far wider than differences are uncertain."""
+    of many models hide each other, and on the same tokens they are far wider than differences are uncertain. `places`
+    of the models in a larger picture give them its colours."""
     protocols = list(dict.fromkeys(p for _, v in results for p in v["protocols"] if _measured(v, p)))
     if not protocols:
         raise UserError("no length was measured: there is nothing to plot")
@@ -82,7 +83,7 @@ def perplexity(results: Results, intervals: bool = True) -> Figure:
         for ax, protocol in zip(panels, protocols, strict=True):
             values: list[float] = []
             ticks: set[int] = set()
-            for number, (label, v) in enumerate(results):
+            for number, (label, v) in zip(places or range(len(results)), results, strict=True):
                 rows = _measured(v, protocol)
                 x, y = [r["length"] for r in rows], np.array([r["perplexity"] for r in rows], float)
                 ends = np.array(

@@ -9,8 +9,8 @@ from relpos.figures.maps import Maps, panel
 from relpos.figures.style import Figure, style
 
 
-def draw(rows: Sequence[Maps], names: Sequence[str], caption: str = "", title: str = "") -> Figure:
-    """Every map with its own colour range; the figure of each encoding has the numbers."""
+def draw(rows: Sequence[Maps], names: Sequence[tuple[str, str]], caption: str = "", title: str = "") -> Figure:
+    """Every map with its own colour range; the figure of each encoding has the numbers. A row has a name and a remark."""
     columns = max(len(maps.heads) for maps in rows)
     side, gap, left, right, top = 1.0, 0.08, 1.75, 0.15, 0.55 if title else 0.3
     lines = textwrap.wrap(caption, int((left + columns * (side + gap)) * 13))
@@ -19,11 +19,12 @@ def draw(rows: Sequence[Maps], names: Sequence[str], caption: str = "", title: s
     height = top + len(rows) * side + (len(rows) - 1) * gap + bottom
     with style():
         fig = Figure(figsize=(width, height), facecolor="white")
-        for row, (maps, name) in enumerate(zip(rows, names)):
+        for row, (maps, (name, remark)) in enumerate(zip(rows, names)):
             y = height - top - side - row * (side + gap)
-            fig.text(
-                (left - 0.12) / width, (y + side / 2) / height, name, ha="right", va="center", size=10, weight="bold"
-            )
+            middle = (y + side / 2 + (0.09 if remark else 0)) / height
+            fig.text((left - 0.12) / width, middle, name, ha="right", va="center", size=10, weight="bold")
+            below = (y + side / 2 - 0.09 - 0.08 * name.count("\n")) / height
+            fig.text((left - 0.12) / width, below, remark, ha="right", va="center", size=8, color="0.25")
             for index in range(len(maps.heads)):
                 x = left + index * (side + gap)
                 ax = fig.add_axes((x / width, y / height, side / width, side / height))

@@ -89,8 +89,9 @@ def colours(low: float, high: float, kind: str, signed: bool) -> tuple[Normalize
     if kind == "weights":
         return LogNorm(max(low, 1e-6), max(high, 1e-5), clip=True), sequential
     size = max(abs(low), abs(high))
+    if low == high:  # one value: one colour, on the bar too
+        colour = diverging(0.5 + 0.5 * (low > 0) - 0.5 * (low < 0)) if signed else sequential(1.0)
+        return Normalize(low - 0.5, low + 0.5), ListedColormap([colour]).with_extremes(bad=blank)
     if signed:
-        return Normalize(-(size or 1), size or 1), diverging
-    if low == high:
-        return Normalize(low - 1, high), sequential
+        return Normalize(-size, size), diverging
     return Normalize(low, high), sequential

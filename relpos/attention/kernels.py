@@ -321,7 +321,7 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, TURNED: tl.constexpr, MODE: tl.co
     r1 = 0
     if F.KIND == SLOPE:
         if F.CANCEL:
-            s += head.slope * fj
+            s += sj
         elif F.CAUSAL:
             s -= head.slope * (fi - fj)
         else:
@@ -367,12 +367,15 @@ def _bank_tile(columns, mix, TURNED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def _visible(i, j, klen, other, lo, hi, F: tl.constexpr):
-    """lo and hi are the document borders of the block that is owned, `other` the index of the one that is walked."""
-    ok = j < klen
+    """Whether query i sees key j of klen, all three counted from any column: in a loop from the tile's own, as the
+    compiler makes 64 bits of sums with the loop's counter. lo and hi are the document borders of the block that is
+    owned, `other` the column of the one that is walked."""
     if F.CAUSAL:
-        ok = ok & (j <= i)
+        ok = j <= i
     else:
-        ok = ok & (i >= 0)
+        ok = (j == j) & (i == i)
+    if not F.EVEN:
+        ok = ok & (j < klen)
     if F.DOCS:
         ok = ok & (other >= lo) & (other < hi)
     if F.WINDOW > 0:
@@ -497,7 +500,7 @@ def _forward_tiles(
     MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, F.BN)
-    i = (mcol + tl.arange(0, F.BM))[:, None]
+    a = tl.arange(0, F.BM)[:, None]
     fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
     for n0 in range(begin, end, F.BN):
         # 64-bit arithmetic on a tile's base alone: offsets inside it are small, and registers are dear.
@@ -505,13 +508,15 @@ def _forward_tiles(
         ok = j < klen
         k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
         s = _scores(q, k, c2, F)
-        fj = (j - mcol).to(tl.float32)[None, :]
+        fj = n.to(tl.float32)[None, :] + tl.cast(n0 - mcol, tl.float32)
         sj = fj
+        if F.KIND == SLOPE:
+            sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
         s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, False, MODE, F)
         if MASKED:
-            ok2 = _visible(i, j[None, :], klen, j[None, :], info.doc_lo, info.doc_hi, F)
+            ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             s = tl.where(ok2, s, float("-inf"))
         top = tl.maximum(m, tl.max(s, 1))
         base = top
@@ -595,7 +600,7 @@ def _backward_q_tiles(
     SK, info, head, t, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, F.BN)
-    i = (mcol + tl.arange(0, F.BM))[:, None]
+    a = tl.arange(0, F.BM)[:, None]
     fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
     for n0 in range(begin, end, F.BN):
         j = n0 + n
@@ -604,14 +609,17 @@ def _backward_q_tiles(
         v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
         s = _scores(q, k, c2, F)
         dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
-        fj = (j - mcol).to(tl.float32)[None, :]
+        fj = n.to(tl.float32)[None, :] + tl.cast(n0 - mcol, tl.float32)
         sj = fj
+        if F.KIND == SLOPE:
+            sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
         s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, False, MODE, F)
         w = tl.exp2(s * c2 - lse[:, None]) if F.RAW else tl.exp2(s - lse[:, None])
         if MASKED:
-            w = tl.where(_visible(i, j[None, :], klen, j[None, :], info.doc_lo, info.doc_hi, F), w, 0.0)
+            ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
+            w = tl.where(ok2, w, 0.0)
         ds = w * (dp - delta[:, None])
         if F.GRAD:
             rowsum += _fold(ds, F.BM, F.BN)
@@ -789,8 +797,9 @@ def _backward_k_tiles(
             lse += moved * c2 * gi if F.GATED else moved * LOG2E
         w = tl.exp2(s * c2 - lse) if F.RAW else tl.exp2(s - lse)
         if MASKED:
-            i = mcol + a[None, :]
-            w = tl.where(_visible(i, j, klen, i, doc_lo, doc_hi, F), w, 0.0)
+            n = tl.arange(0, F.BN)[:, None]
+            i = mcol - n0 + a[None, :]
+            w = tl.where(_visible(i, n, klen - n0, mcol + a[None, :], doc_lo, doc_hi, F), w, 0.0)
         dv = tl.dot(w.to(do.dtype), do, dv, input_precision=F.PREC)
         dp = tl.dot(v, tl.trans(do), input_precision=F.PREC)
         ds = w * (dp - delta)
@@ -931,7 +940,7 @@ def backward_k(
     for g in range(GROUP):
         h = hk * GROUP + g
         head = _head(t, h, F)
-        sj = tl.arange(0, F.BN).to(tl.float32)[:, None]
+        sj = head.slope * tl.arange(0, F.BN).to(tl.float32)[:, None]
         sref = 0.0
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = tl.load(TB + b * t_k + h * Tk + j, mask=j < Tk, other=0.0)
@@ -1052,7 +1061,7 @@ def backward_distance(
         dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
         i = (off + r)[:, None]
         lo, hi = _borders(Docs, i, Tk, F)
-        ok = _visible(i, j[None, :], klen, j[None, :], lo, hi, F) & (j[None, :] >= 0)
+        ok = _visible(i, j[None, :], klen, j[None, :], lo, hi, F) & ok_k[None, :]
         if F.ROWS == FIRST:
             ok = ok & (r[:, None] < _first_rows(t, b))
         if F.QM > 0:
@@ -1098,7 +1107,7 @@ def backward_bank(
         dp = tl.dot(v, tl.trans(do), input_precision=F.PREC)
         i = (off + r)[None, :]
         lo, hi = _borders(Docs, i, Tk, F)
-        ok = _visible(i, j[:, None], klen, j[:, None], lo, hi, F) & (j[:, None] >= 0)
+        ok = _visible(i, j[:, None], klen, j[:, None], lo, hi, F) & ok_k[:, None]
         w = tl.where(ok, tl.exp2(s - lse[None, :]), 0.0)
         z = _slide((w * (dp - delta[None, :])).to(q.dtype), True, F)
         acc = tl.dot(z, mix, acc, input_precision=F.PREC)

@@ -153,7 +153,7 @@ class _Call:
         elif kind == PROFILE:
             strides[0] = 0 if b.shape[0] == 1 else b.stride(0)
             size = int(a.numel() > 1)
-            more |= {"KNOTS": c.numel(), "KP": max(2, _power(c.numel()))}
+            more |= {"KNOTS": c.numel(), "KP": max(2, _power(c.numel())), "ONE": b.numel() == 1 and not c.numel()}
         elif kind == DISTANCE:
             size = a.shape[1]
             more["HAS_FAR"] = rows == ALL
@@ -288,6 +288,8 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
         else:
             grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
             of_rate = of_rate * d[:, 0] / a.clamp(min=1e-12)
+            if b.numel() == 1:  # which the kernels took to be part of the slope
+                grads[D], of_rate = grads[D] * b, of_rate * b[0]
         grads[A] = of_rate if a.numel() > 1 else of_rate.sum(0, keepdim=True)
     elif kind == DISTANCE and wants:
         grads[A] = _distance_gradient(call, inputs, by_key, a, (BM, BN))
@@ -480,7 +482,10 @@ def _operands(terms: list[Term], layout: Layout, scale: float) -> tuple[list[Ten
         if term.gate is not None:
             given.append(term.gate if term.log else term.gate / scale)
     elif isinstance(term, Profile):
-        kind, given = PROFILE, [term.rate.reshape(-1), term.rho, term.knots, term.slope, term.offset]
+        rho = term.rho
+        if not term.knots.numel() and rho.shape[0] == 1 and rho.stride(1) == 0:
+            rho = rho[:, :1]  # one for all queries: the kernels need not fetch it for each
+        kind, given = PROFILE, [term.rate.reshape(-1), rho, term.knots, term.slope, term.offset]
         if term.knots.numel() and layout.causal and layout.cu_seqlens is None and not layout.window:
             more = _table_of(term, layout)
     elif isinstance(term, Distance):

@@ -69,6 +69,7 @@ class Flags(NamedTuple):
     GATED: bool = False
     KNOTS: int = 0
     KP: int = 2  # a power of two that holds the knots
+    ONE: bool = False  # a profile without knots and with one rho for all queries: [1, 1]
     RANK: int = 0
     RP: int = 16
     HAS_FAR: bool = False  # from `reach` on all distances are alike
@@ -132,6 +133,8 @@ def _head(t, h, F: tl.constexpr):
         rate = tl.load(t.a + h * t.size)
         if F.KNOTS == 0:
             slope = tl.load(t.d + h) * LOG2E
+            if F.ONE:
+                slope *= tl.load(t.b)
         else:
             n = tl.arange(0, F.KP)
             knots = tl.load(t.c + n, mask=n < F.KNOTS, other=float("inf"))
@@ -152,7 +155,7 @@ def _per_query(t, b, h, r, Tq, F: tl.constexpr):
         s = tl.load(t.a + b * t.q_b + h * Tq + r)
         if F.GATED:
             g = tl.load(t.c + b * t.g_b + h * Tq + r)
-    if F.KIND == PROFILE:
+    if F.KIND == PROFILE and not F.ONE:
         rho = tl.load(t.b + b * t.q_b + r)
     return s, g, rho
 
@@ -339,7 +342,14 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, TURNED: tl.constexpr, MODE: tl.co
         log = _log2(gap * gap + 1.0, F.EXACT)
         s -= q.gate * log if F.GATED else log
     if F.KIND == PROFILE:
-        if F.KNOTS == 0 or MODE == PURE:
+        if F.ONE:  # its offset is constant along every row, and cancels
+            psi = _psi(base - F.BN + tl.arange(0, F.SPAN), head.rate)
+            if TURNED and F.GRAD:  # backward_k needs u itself
+                u = _spread(psi, TURNED, F)
+                s += head.slope * u
+            else:
+                s += _spread(head.slope * psi, TURNED, F)
+        elif F.KNOTS == 0 or MODE == PURE:
             u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate), TURNED, F) * q.rho
             s += head.slope * u + head.far
         else:
@@ -822,7 +832,7 @@ def _backward_k_tiles(
                 # distances, where it nears 1 / rate, must not drown the small ones.
                 d = tl.abs(mcol - n0 - F.BN + tl.arange(0, F.SPAN)).to(tl.float32)
                 pull = _spread(1.0 / (head.rate * d + 1.0), True, F)
-                rate_sum -= _fold(ds * (rho * pull), F.BN, F.BM)
+                rate_sum -= _fold(ds * (pull if F.ONE else rho * pull), F.BN, F.BM)
             if F.KIND == PROFILE and F.KNOTS > 0:
                 x = tl.where(j < klen, ds, 0.0)  # these sums run over keys, so keys that are not there must not count
                 d = mcol - n0 - F.BN + tl.arange(0, F.SPAN)

@@ -49,7 +49,7 @@ class Kerple(DistanceEncoding):
             return super().terms(ctx)
         # A profile without knots: a logarithm is cheaper to take again in a kernel than to fetch.
         rate, slope = wide(self.a).clamp(min=FLOOR), -wide(self.p).clamp(min=FLOOR)[:, None]
-        rho = torch.ones(1, ctx.layout.Tq, dtype=rate.dtype, device=rate.device)
+        rho = torch.ones(1, 1, dtype=rate.dtype, device=rate.device).expand(1, ctx.layout.Tq)
         return [Profile(rate, rho, rate.new_empty(0), slope, torch.zeros_like(slope))]
 
     def by_distance(self, d: Tensor) -> Tensor:

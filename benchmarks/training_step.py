@@ -59,6 +59,7 @@ class Job:
     device: str
     data: str | None  # a prepared folder: time the training too
     out: str  # the folder of that run
+    kernels: int = 0  # how many to name
 
 
 # One model, in a process of its own -----------------------------------------------------------------------------------
@@ -185,11 +186,24 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
     row |= {"ms": ms, "tokens_per_s": job.tokens / ms * 1e3}
     if cuda:
         row["peak_gib"] = (torch.cuda.max_memory_allocated() - left) / 2**30
+        if job.kernels:
+            row["kernels"] = longest(step, job.kernels)
     if "train_tokens_per_s" in row:
         row["train_ratio"] = row["train_tokens_per_s"] / row["tokens_per_s"]
     if counters["stats"]["unique_graphs"] != graphs[0]:
         row["note"] = "something was compiled again while it was timed"
     return row
+
+
+def longest(step: Callable[[], None], count: int) -> dict[str, float]:
+    """Milliseconds of a step that its most expensive kernels take."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(3):
+            step()
+    took = {event.key: event.self_device_time_total / 3e3 for event in found.key_averages()}
+    return {name[:90]: round(took[name], 3) for name in sorted(took, key=lambda name: -took[name])[:count]}
 
 
 class Clock:
@@ -353,6 +367,7 @@ def main() -> None:
     parser.add_argument("--train-steps", type=int, default=40, help="timed of a training run")
     parser.add_argument("--processes", type=int, default=16, help="that compile at once")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds; what is measured by then stays")
+    parser.add_argument("--kernels", type=int, default=0, help="name so many of the kernels that take longest")
     parser.add_argument("--lock", help="a file whose lock is held while models are timed")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out")
@@ -397,7 +412,9 @@ def main() -> None:
                 say(f"no time left for {length}")
                 continue
             specs = split_list(options.encodings)
-            jobs = [Job(spec, length, *fixed, f"{scratch}/{length}-{n}") for n, spec in enumerate(specs)]
+            jobs = [
+                Job(spec, length, *fixed, f"{scratch}/{length}-{n}", options.kernels) for n, spec in enumerate(specs)
+            ]
             wave(jobs, options.processes, deadline, options.lock, report)
 
 

@@ -144,6 +144,13 @@ def test_whole_blocks(spec):
     compare(spec, HALF, T=128, B=1, heads=2, key_heads=1)
 
 
+@pytest.mark.parametrize("spec", ["alibi", "t5:buckets=8,max_distance=40", "kerple:form=power", "cable"])
+def test_whole_blocks_that_begin_elsewhere(spec):
+    for offset in (5, 64):
+        compare(spec, HALF, T=256, Tq=128, B=2, heads=2, key_heads=1, q_offset=offset)
+    compare(spec, HALF, T=128, B=2, heads=2, key_heads=1, causal=False)
+
+
 def test_one_rho_for_the_first_queries():
     """There a profile's values are a table by distance."""
     for dtype, T, length in ((HALF, 128, 500), (torch.float32, 77, 500), (HALF, 256, 150)):

@@ -1027,9 +1027,47 @@ def _blocks_on(base, q_off, Tq, Tk, F: tl.constexpr):
     begin = 0
     end = tl.cdiv(Tq, F.BM)
     if not F.META:
-        begin = tl.minimum(tl.maximum(base - q_off - F.BN + 1, 0) // F.BM, end)
+        begin = tl.minimum(tl.cdiv(tl.maximum(base - q_off - F.BN + 1, 0), F.BM), end)
         end = tl.minimum(tl.maximum(tl.cdiv(Tk - q_off + base, F.BM), begin), end)
     return begin, end - begin
+
+
+@triton.jit
+def _distance_tiles(
+    acc, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t, H, Tq, Tk, q_off, c2,
+    reach, base, first, blocks, begin, end, t, MASKED: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    a = tl.arange(0, F.BM)
+    for x in range(begin, end):
+        b = (x // blocks).to(tl.int64)
+        m0 = (first + x % blocks) * F.BM
+        off, klen = _place(Meta, b, q_off, Tk, F)
+        n0 = off + m0 - base
+        r = m0 + a
+        j = n0 + a
+        ok_k = (j >= 0) & (j < klen)
+        row = b * H * Tq
+        q = _features(Q + b * q_b + tl.cast(m0, tl.int64) * q_t, a, q_t, r < Tq, MASKED, F)
+        do = _features(DO + b * do_b + tl.cast(m0, tl.int64) * do_t, a, do_t, r < Tq, MASKED, F)
+        lse = _vector(Lse + row, r, Tq, float("inf"), MASKED)
+        delta = _vector(Delta + row, r, Tq, 0.0, MASKED)
+        k = _features(K + b * k_b + tl.cast(n0, tl.int64) * k_t, a, k_t, ok_k, MASKED, F)
+        v = _features(V + b * v_b + tl.cast(n0, tl.int64) * v_t, a, v_t, ok_k, MASKED, F)
+        s = tl.dot(q, tl.trans(k), input_precision=F.PREC) * c2 + bias
+        dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
+        w = tl.exp2(s - lse[:, None])
+        if MASKED:
+            lo, hi = _borders(Docs, (off + r)[:, None], Tk, F)
+            ok = _visible((a + base)[:, None], a[None, :], klen - n0, j[None, :], lo, hi, F) & ok_k[None, :]
+            if F.ROWS == FIRST:
+                ok = ok & (r[:, None] < _first_rows(t, b))
+            if F.QM > 0:
+                # Far tiles of backward_k, whose blocks are QM x QN, are summed there.
+                edge = (tl.maximum(reach + j // F.QN * F.QN + F.QN - 1 - off, 0) + F.QM - 1) // F.QM * F.QM
+                ok = ok & (r[:, None] < edge[None, :])
+            w = tl.where(ok, w, 0.0)
+        acc += w * (dp - delta[:, None])
+    return acc
 
 
 @triton.jit
@@ -1049,37 +1087,28 @@ def backward_distance(
     queries = Tq
     if F.ROWS == FIRST and not F.META:
         queries = tl.minimum(_first_rows(t, 0), Tq)
-    begin, blocks = _blocks_on(base, q_off, queries, Tk, F)
-    a = tl.arange(0, F.BM)
+    block, blocks = _blocks_on(base, q_off, queries, Tk, F)
     total = B * blocks
     each = tl.cdiv(total, shares)
+    begin = share * each
+    end = tl.minimum(total, begin + each)
     bias = _spread(_table(base, t, h, F), False, F)
     acc = _zeros(F.BM, F.BN)
-    for x in range(share * each, tl.minimum(total, (share + 1) * each)):
-        b = (x // blocks).to(tl.int64)
-        m0 = (begin + x % blocks) * F.BM
-        off, klen = _place(Meta, b, q_off, Tk, F)
-        n0 = off + m0 - base
-        r = m0 + a
-        j = n0 + a
-        ok_k = (j >= 0) & (j < klen)
-        q, do, lse, delta = _own(Q + b * q_b + h * q_h, q_t, DO + b * do_b + h * do_h, do_t, Lse + (b * H + h) * Tq,
-                                 Delta + (b * H + h) * Tq, r, Tq, F)  # fmt: skip
-        k = _features(K + b * k_b + (h // GROUP) * k_h, j.to(tl.int64), k_t, ok_k, True, F)
-        v = _features(V + b * v_b + (h // GROUP) * v_h, j.to(tl.int64), v_t, ok_k, True, F)
-        s = tl.dot(q, tl.trans(k), input_precision=F.PREC) * c2 + bias
-        dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
-        i = (off + r)[:, None]
-        lo, hi = _borders(Docs, i, Tk, F)
-        ok = _visible(i, j[None, :], klen, j[None, :], lo, hi, F) & ok_k[None, :]
-        if F.ROWS == FIRST:
-            ok = ok & (r[:, None] < _first_rows(t, b))
-        if F.QM > 0:
-            # Far tiles of backward_k, whose blocks are QM x QN, are summed there.
-            edge = (tl.maximum(reach + j // F.QN * F.QN + F.QN - 1 - off, 0) + F.QM - 1) // F.QM * F.QM
-            ok = ok & (r[:, None] < edge[None, :])
-        w = tl.where(ok, tl.exp2(s - lse[:, None]), 0.0)
-        acc += w * (dp - delta[:, None])
+    Q += h * q_h
+    K += (h // GROUP) * k_h
+    V += (h // GROUP) * v_h
+    DO += h * do_h
+    Lse += h * Tq
+    Delta += h * Tq
+    whole = begin  # whole tiles, all of them visible: most programs have no others
+    if F.EVEN and not (F.DOCS or F.WINDOW > 0):
+        near = base < reach + (0 if F.QM == 0 else F.QN if F.BM % F.QN == 0 else 1) - F.BM
+        if (q_off % F.BM == 0) & ((base >= F.BN) | (not F.CAUSAL)) & (near | (F.QM == 0)):
+            whole = end
+        acc = _distance_tiles(acc, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t,
+                              H, Tq, Tk, q_off, c2, reach, base, block, blocks, begin, whole, t, False, F)  # fmt: skip
+    acc = _distance_tiles(acc, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t,
+                          H, Tq, Tk, q_off, c2, reach, base, block, blocks, whole, end, t, True, F)  # fmt: skip
     program = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     tl.store(Out + program * F.SPAN + tl.arange(0, F.SPAN), tl.sum(_slide(acc, False, F), 0))
 

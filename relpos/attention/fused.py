@@ -149,7 +149,7 @@ class _Call:
         more: dict[str, int] = {"ROWS": rows, "RAW": kind == NONE}
         if kind in (POTENTIAL, LOG):
             strides[:3] = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (a, b, c)]
-            more |= {"GATED": c is not None, "RAW": c is not None and kind == POTENTIAL}
+            more |= {"GATED": c is not None, "RAW": kind == POTENTIAL}
         elif kind == PROFILE:
             strides[0] = 0 if b.shape[0] == 1 else b.stride(0)
             size = int(a.numel() > 1)

@@ -21,7 +21,7 @@ piece. Programs with no such queries end at once.
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
-- RAW kinds (no term, gated linear potentials) leave scores as q . k, and gates come divided by the scale: it is applied
+- RAW kinds (no term, linear potentials) leave scores as q . k, and gates come divided by the scale: it is applied
   inside the exponential, where it costs nothing.
 - What depends on the distance alone is computed or loaded once per tile, for its BM + BN - 1 distances, and spread over
   the tile from shared memory (`_spread`): no table of tiles exists, and logarithms cost nothing.
@@ -316,7 +316,7 @@ def _add_profile(s, base, q, head, t, TURNED: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def _add_bias(s, base, fi, fj, sj, q, head, t, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
+def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
     """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`). And of a profile: u, and
     how many knots lie below and up to those of the tile."""
     u = s
@@ -336,7 +336,7 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, TURNED: tl.constexpr, MODE: tl.co
             gap = q.s - sj
         else:
             gap = tl.abs(q.s - sj)
-        s -= q.gate * gap if F.GATED else gap * LOG2E
+        s -= q.gate * gap if F.GATED else gap * (LOG2E / c2)
     if F.KIND == LOG:
         gap = q.s - sj
         log = _log2(gap * gap + 1.0, F.EXACT)
@@ -524,7 +524,7 @@ def _forward_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, False, MODE, F)
+        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             s = tl.where(ok2, s, float("-inf"))
@@ -625,7 +625,7 @@ def _backward_q_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, False, MODE, F)
+        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
         w = tl.exp2(s * c2 - lse[:, None]) if F.RAW else tl.exp2(s - lse[:, None])
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
@@ -799,7 +799,7 @@ def _backward_k_tiles(
         gi = gi[None, :]
         rho = rho[None, :]
         info = Query(si, sref, gi, rho, rho_lo, rho_hi, mix, 0, 0)
-        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, True, MODE, F)
+        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, True, MODE, F)
         if F.CANCEL and F.KIND == SLOPE:
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
         if F.CANCEL and F.KIND == POTENTIAL:
@@ -996,7 +996,7 @@ def backward_k(
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1
             total = tl.sum(key_sum, 1)
-            if F.RAW:
+            if F.RAW and F.GATED:
                 total *= scale
             tl.store(DKey + at, tl.where(j1 < klen, total, 0.0), mask=j1 < Tk)
             if F.KIND == PROFILE:

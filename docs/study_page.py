@@ -351,15 +351,23 @@ def _ok(v: Result, length: int) -> Result | None:
     return next((row for row in v["passkey"]["results"] if row["length"] == length and row["status"] == "ok"), None)
 
 
-def nanogpt(v: Result) -> float | None:
-    """nanoGPT's speed, where it was measured in the same setting."""
+def elsewhere(v: Result) -> tuple[float | None, str]:
+    """nanoGPT's speed where it is known in the same setting, and a sentence about it."""
     known = json.loads((ROOT / "results" / "nanogpt-h200.json").read_text(encoding="utf-8"))
-    alike = (known["machine"], known["size"]) == (v["device"], v["recipe"]["size"])
-    return known["tokens_per_second"].get(str(v["recipe"]["length"])) if alike else None
+    length = str(v["recipe"]["length"])
+    speed = known["tokens_per_second"].get(length)
+    if speed is None or (known["machine"], known["size"]) != (v["device"], v["recipe"]["size"]):
+        return None, ""
+    authors = known["others"]["the CABLE authors' code"][length]
+    return speed, (
+        f" nanoGPT, which has no bias, trains this model at {thousands(speed)} tokens/s in {known['peak_gib']} GiB "
+        f"with half as many tokens in a pass, the CABLE authors' code at {thousands(authors)}: figures given to us for "
+        "such a GPU, not measured here."
+    )
 
 
 def cost(r: Results) -> str:
-    against = nanogpt(r.main[0])
+    against, about = elsewhere(r.main[0])
     rows = []
     for v in (*r.main, *[x for x in r.dense if x["run"]["implementation"] == "dense"]):
         speed, whole, memory = v["tokens_per_second"], v["tokens_per_second_whole_run"], v["peak_memory_bytes"]
@@ -376,14 +384,7 @@ def cost(r: Results) -> str:
     note = ""
     if any(v["run"]["ahead"] for v in r.main):
         note = " While a model trained, the next one compiled on the same machine."
-    if against is not None:
-        known = json.loads((ROOT / "results" / "nanogpt-h200.json").read_text(encoding="utf-8"))
-        authors = known["others"]["the CABLE authors' code"].get(str(r.main[0]["recipe"]["length"]))
-        note += (
-            f" nanoGPT, which has no bias, trains this model at {thousands(against)} tokens/s in {known['peak_gib']} "
-            f"GiB with half as many tokens in a pass, the CABLE authors' code at {thousands(authors)}: figures given "
-            "to us for such a GPU, not measured here."
-        )
+    note += about
     return (
         "## Speed and memory\n\nTokens per second are the median over the run, and the mean over it from its second "
         f"step to its last.{note} Peak memory is what PyTorch's allocator held for one process.\n\n" + table(head, rows)

@@ -555,11 +555,8 @@ def forward(
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
-    if F.ROWS == FIRST:
-        if m0 >= _first_rows(t, b):
-            return
-    if F.ROWS == REST:
-        if m0 < _first_rows(t, b):
+    if F.ROWS != ALL:
+        if (m0 < _first_rows(t, b)) != (F.ROWS == FIRST):
             return
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     mcol = q_off + m0
@@ -696,11 +693,8 @@ def backward_q(
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
-    if F.ROWS == FIRST:
-        if m0 >= _first_rows(t, b):
-            return
-    if F.ROWS == REST:
-        if m0 < _first_rows(t, b):
+    if F.ROWS != ALL:
+        if (m0 < _first_rows(t, b)) != (F.ROWS == FIRST):
             return
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     mcol = q_off + m0

@@ -241,14 +241,13 @@ def _sheet_of(drawn: Sequence[Drawn]) -> Figure:
     caption = "One row per encoding, one map per head, each with its own colours. " + _common(
         [d.capture for d in drawn]
     )
-    rows = [d for d in drawn if d.maps is not None]
-    sizes = [d.capture.provenance.get("recipe", "").split(" at ")[0] for d in rows]
-    names = []
-    for d, size in zip(rows, sizes, strict=True):  # what not all rows share stands beside each
-        kind = d.maps.kind if d.maps is not None and len({x.maps.kind for x in rows if x.maps}) > 1 else ""
-        more = ", ".join(x for x in (size if len(set(sizes)) > 1 else "", kind) if x)
-        names.append((d.capture.title, more))
-    return _sheet.draw([d.maps for d in rows if d.maps is not None], names, caption.strip())
+    maps = [d.maps for d in drawn if d.maps is not None]
+    titles = [d.capture.title for d in drawn if d.maps is not None]
+    sizes = [d.capture.provenance.get("recipe", "").split(" at ")[0] for d in drawn if d.maps is not None]
+    # What not all rows share stands beside each.
+    facts = [column for column in (sizes, [one.kind for one in maps]) if len(set(column)) > 1]
+    remarks = [", ".join(filter(None, row)) for row in zip(*facts)] if facts else [""] * len(maps)
+    return _sheet.draw(maps, list(zip(titles, remarks, strict=True)), caption.strip())
 
 
 def _common(held: Sequence[Capture]) -> str:

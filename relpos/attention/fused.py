@@ -153,7 +153,9 @@ class _Call:
         elif kind == PROFILE:
             strides[0] = 0 if b.shape[0] == 1 else b.stride(0)
             size = int(a.numel() > 1)
-            more |= {"KNOTS": c.numel(), "KP": max(2, _power(c.numel())), "ONE": b.numel() == 1 and not c.numel()}
+            knots = c.numel()
+            more |= {"KNOTS": knots, "KP": max(2, _power(knots)), "PP": _power(2 * knots + 1)}
+            more["ONE"] = b.numel() == 1 and not knots
         elif kind == DISTANCE:
             size = a.shape[1]
             more["HAS_FAR"] = rows == ALL
@@ -237,11 +239,12 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
     local = torch.empty_like(lse) if call.flags["CANCEL"] and kind in (SLOPE, POTENTIAL) else lse
     by_key = maybe(True, call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tk)
+    bounds = lse.new_empty(call.B, -(-call.Tq // call.blocks("backward_q")[0]), 2) if knots else delta
     for part in calls:
         QM = part.blocks("backward_q")[0]
         part.launch(
             "backward_q", (-(-call.Tq // QM), call.B * call.H),
-            [q, k, v, out, do, lse, local, delta, dq, by_query, by_gate], [q, k, v, out, do, dq],
+            [q, k, v, out, do, lse, local, delta, dq, by_query, by_gate, bounds], [q, k, v, out, do, dq],
             [scale, part.reach], GRAD=grad,
         )  # fmt: skip
     for part in calls:
@@ -249,10 +252,10 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
         assert QM % BM == 0
         pieces = delta
         if knots and grad and part is call:
-            pieces = lse.new_zeros(call.B, call.H, -(-call.Tk // BN), 2 * c.numel() + 1, 2, 4)
+            pieces = lse.new_zeros(call.B, call.H, -(-call.Tk // BN), 2, call.flags["PP"])
         part.launch(
             "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
-            [q, k, v, do, local, delta, dk, dv, by_key, by_rate, pieces], [q, k, v, do, dk, dv],
+            [q, k, v, do, local, delta, dk, dv, by_key, by_rate, pieces, bounds], [q, k, v, do, dk, dv],
             [scale, part.reach], GRAD=grad and part is call, QM=QM,
         )  # fmt: skip
 
@@ -275,12 +278,12 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
     elif kind == PROFILE and wants:
         of_rate = by_rate.sum((0, 2))
         if knots:
-            sums = pieces.sum((0, 2, 5))
+            sums = pieces.sum((0, 2)).mT  # [H, pieces and what lies above each knot, 2]
             K = c.numel()
             of_pieces = sums[:, : K + 1].clone()
             # What lies above a knot belongs to the piece behind it, not to the one before.
-            of_pieces[:, 1:] += sums[:, K + 1 :]
-            of_pieces[:, :-1] -= sums[:, K + 1 :]
+            of_pieces[:, 1:] += sums[:, K + 1 : 2 * K + 1]
+            of_pieces[:, :-1] -= sums[:, K + 1 : 2 * K + 1]
             grads[D], grads[E] = of_pieces[..., 0].contiguous(), of_pieces[..., 1].contiguous()
             grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
             if wants & F_:

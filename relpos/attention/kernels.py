@@ -45,8 +45,8 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
-# Of tiles: any; beyond the reach of a table or bank; on one piece of a profile.
-ANY, FAR, PURE = (tl.constexpr(n) for n in range(3))
+# Of tiles: any; beyond the reach of a table or bank; on one piece of a profile; on several, which the caller counted.
+ANY, FAR, PURE, MIXED = (tl.constexpr(n) for n in range(4))
 # Of queries: all; the first of each batch entry, as many as Term.first says; the others.
 ALL, FIRST, REST = (tl.constexpr(n) for n in range(3))
 
@@ -68,7 +68,8 @@ class Flags(NamedTuple):
     RAW: bool = False  # scores are not scaled yet
     GATED: bool = False
     KNOTS: int = 0
-    KP: int = 2  # a power of two that holds the knots
+    KP: int = 2  # a power of two that holds the knots, and one for the pieces and what lies above each knot
+    PP: int = 1
     ONE: bool = False  # a profile without knots and with one rho for all queries: [1, 1]
     RANK: int = 0
     RP: int = 16
@@ -116,6 +117,8 @@ class Query(NamedTuple):
     rho: Any
     rho_lo: Any
     rho_hi: Any
+    below: Any  # of a MIXED tile: how many knots lie below all of its u, and up to the largest
+    upto: Any
     mix: Any  # rows of a bank
     doc_lo: Any
     doc_hi: Any
@@ -256,10 +259,10 @@ def _bank(base, t, dtype, F: tl.constexpr):
 
 
 @triton.jit
-def _pieces_in(base, rate, rho_lo, rho_hi, knots, F: tl.constexpr):
-    """Knots below the smallest and below the largest u of a tile. A knot too many costs time alone."""
+def _range_of_u(base, rows, rate, rho_lo, rho_hi, F: tl.constexpr):
+    """No more than the smallest and no less than the largest u of so many rows of a tile."""
     near = base - (F.BN - 1)
-    far = base + F.BM - 1
+    far = base + rows - 1
     if F.CAUSAL:
         near = tl.maximum(near, 0)
         far = tl.maximum(far, 0)
@@ -268,9 +271,14 @@ def _pieces_in(base, rate, rho_lo, rho_hi, knots, F: tl.constexpr):
         b = tl.abs(far)
         near = tl.where((near <= 0) & (far >= 0), 0, tl.minimum(a, b))
         far = tl.maximum(a, b)
-    lo = _psi(near, rate) * rho_lo * 0.99999 - 1e-6
-    hi = _psi(far, rate) * rho_hi * 1.00001 + 1e-6
-    return tl.sum((knots < lo).to(tl.int32), 0), tl.sum((knots < hi).to(tl.int32), 0)
+    return _psi(near, rate) * rho_lo * 0.99999 - 1e-6, _psi(far, rate) * rho_hi * 1.00001 + 1e-6
+
+
+@triton.jit
+def _pieces_in(base, rows, head, rho_lo, rho_hi, F: tl.constexpr):
+    """Knots below the smallest and below the largest u of a tile. A knot too many costs time alone."""
+    lo, hi = _range_of_u(base, rows, head.rate, rho_lo, rho_hi, F)
+    return tl.sum((head.knots < lo).to(tl.int32), 0), tl.sum((head.knots < hi).to(tl.int32), 0)
 
 
 @triton.jit
@@ -289,8 +297,9 @@ def _jump(t, h, k, F: tl.constexpr):
 
 @triton.jit
 def _pure_keys(n0, end, mcol, info, head, t, F: tl.constexpr):
-    """For a block of queries: where the run of tiles that begins at key n0 and has no knots ends, and its piece."""
-    r0, r1 = _pieces_in(mcol - n0, head.rate, info.rho_lo, info.rho_hi, head.knots, F)
+    """For a block of queries: where the run of tiles on one piece that begins at key n0 ends, n0 if there is none; and
+    how many knots lie below and up to the u of its first tile."""
+    r0, r1 = _pieces_in(mcol - n0, F.BM, head, info.rho_lo, info.rho_hi, F)
     stop = end
     if r0 > 0:
         # The nearest distance whose u is above the last knot below: that of the run's last tile must be farther.
@@ -300,26 +309,59 @@ def _pure_keys(n0, end, mcol, info, head, t, F: tl.constexpr):
         stop = tl.minimum(end, n0 + tl.maximum(tiles, 1) * F.BN)
     if r1 > r0:
         stop = n0
-    return stop, r0
+    return stop, r0, r1
 
 
 @triton.jit
-def _add_profile(s, base, q, head, t, TURNED: tl.constexpr, F: tl.constexpr):
-    """Scores plus a profile, its u, and how many knots lie below and up to those of the tile."""
+def _pure_queries(m0, end, base, Bounds, head, t, F: tl.constexpr):
+    """The same for a block of keys and the run that begins at query m0, `base` from the first key. The bounds of rho
+    are those of blocks of QM queries."""
+    block = m0 // F.QM
+    m = m0
+    then = (block + 1) * F.QM
+    lo, hi = _range_of_u(base, then - m, head.rate, tl.load(Bounds + 2 * block), tl.load(Bounds + 2 * block + 1), F)
+    r0 = tl.sum((head.knots < lo).to(tl.int32), 0)
+    r1 = tl.sum((head.knots < hi).to(tl.int32), 0)
+    below = tl.load(t.c + r0 - 1, mask=r0 > 0, other=float("-inf"))
+    above = tl.load(t.c + r0, mask=r0 < F.KNOTS, other=float("inf"))
+    last = (end - 1) // F.QM
+    while (m < end) & (lo > below) & (hi <= above):
+        block = tl.minimum(block + 1, last)
+        base += then - m
+        m = then
+        then += F.QM
+        lo, hi = _range_of_u(base, F.QM, head.rate, tl.load(Bounds + 2 * block), tl.load(Bounds + 2 * block + 1), F)
+    return tl.minimum(m, end), r0, r1
+
+
+@triton.jit
+def _add_profile(s, base, q, head, t, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
+    """Scores plus a profile with knots, its u, its slope there, and how many knots lie below and up to those of the
+    tile."""
     u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate), TURNED, F) * q.rho
-    r0, r1 = _pieces_in(base, head.rate, q.rho_lo, q.rho_hi, head.knots, F)
+    r0 = q.below
+    r1 = q.upto
+    if MODE == ANY:
+        r0, r1 = _pieces_in(base, F.BM, head, q.rho_lo, q.rho_hi, F)
     piece = _piece(t, head, r0, F)
     s += piece.slope * u + piece.far
+    steep = tl.zeros_like(u) + piece.slope
     for k in range(r0, r1):  # it is continuous
-        s += _jump(t, head.h, k, F) * LOG2E * tl.maximum(u - tl.load(t.c + k), 0.0)
-    return s, u, r0, r1
+        knot = tl.load(t.c + k)
+        jump = _jump(t, head.h, k, F) * LOG2E
+        s += jump * tl.maximum(u - knot, 0.0)
+        if F.GRAD:
+            steep += tl.where(u > knot, jump, 0.0)
+    return s, u, steep, r0, r1
 
 
 @triton.jit
 def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
-    """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`). And of a profile: u, and
-    how many knots lie below and up to those of the tile."""
+    """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`, and on a PURE tile
+    head.far). And of a profile: u (on a PURE tile without rho), its slope there, and how many knots lie below and up to
+    those of the tile."""
     u = s
+    steep = s
     r0 = 0
     r1 = 0
     if F.KIND == SLOPE:
@@ -349,16 +391,19 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: t
                 s += head.slope * u
             else:
                 s += _spread(head.slope * psi, TURNED, F)
-        elif F.KNOTS == 0 or MODE == PURE:
+        elif MODE == PURE:
+            u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate), TURNED, F)
+            s += (head.slope * q.rho) * u
+        elif F.KNOTS == 0:
             u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate), TURNED, F) * q.rho
-            s += head.slope * u + head.far
+            s += head.slope * u
         else:
-            s, u, r0, r1 = _add_profile(s, base, q, head, t, TURNED, F)
+            s, u, steep, r0, r1 = _add_profile(s, base, q, head, t, TURNED, MODE, F)
     if F.KIND == DISTANCE:
         s += head.far if MODE == FAR else _spread(_table(base, t, head.h, F), TURNED, F)
     if F.KIND == BANK and MODE != FAR:
         s += _bank_tile(_bank(base, t, q.mix.dtype, F), q.mix, TURNED, F)
-    return s, u, r0, r1
+    return s, u, steep, r0, r1
 
 
 @triton.jit
@@ -469,7 +514,13 @@ def _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, dtype, F: tl.constexpr):
     if F.KIND == BANK:
         mix = _mix(t, b, h, r, Tq, dtype, F)
     doc_lo, doc_hi = _borders(Docs, (mcol + tl.arange(0, F.BM))[:, None], Tk, F)
-    return Query(s[:, None], ref, g[:, None], rho[:, None], rho_lo, rho_hi, mix, doc_lo, doc_hi)
+    return Query(s[:, None], ref, g[:, None], rho[:, None], rho_lo, rho_hi, 0, 0, mix, doc_lo, doc_hi)
+
+
+@triton.jit
+def _counted(q, r0, r1):
+    """For a MIXED tile."""
+    return Query(q.s, q.ref, q.gate, q.rho, q.rho_lo, q.rho_hi, r0, r1, q.mix, q.doc_lo, q.doc_hi)
 
 
 @triton.jit
@@ -524,11 +575,14 @@ def _forward_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
+        s, u, steep, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             s = tl.where(ok2, s, float("-inf"))
-        top = tl.maximum(m, tl.max(s, 1))
+        top = tl.max(s, 1)
+        if MODE == PURE:
+            top += head.far
+        top = tl.maximum(m, top)
         base = top
         if MASKED:
             base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen no key yet
@@ -536,7 +590,7 @@ def _forward_tiles(
             w = tl.exp2(s * c2 - (base * c2)[:, None])
             fade = tl.exp2((m - base) * c2)
         else:
-            w = tl.exp2(s - base[:, None])
+            w = tl.exp2(s - (base - head.far if MODE == PURE else base)[:, None])
             fade = tl.exp2(m - base)
         l = l * fade[:, None] + _fold(w, F.BM, F.BN)
         m = top
@@ -576,12 +630,12 @@ def forward(
                                    False, FAR, F)  # fmt: skip
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
         while begin < full:
-            stop, piece = _pure_keys(begin, full, mcol, info, head, t, F)
+            stop, r0, r1 = _pure_keys(begin, full, mcol, info, head, t, F)
             acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, stop, mcol, klen, SK, info,
-                                       _piece(t, head, piece, F), t, c2, False, PURE, F)  # fmt: skip
-            begin = tl.minimum(stop + F.BN, full)
-            acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, stop, begin, mcol, klen, SK, info, head, t, c2,
-                                       False, ANY, F)  # fmt: skip
+                                       _piece(t, head, r0, F), t, c2, False, PURE, F)  # fmt: skip
+            begin = tl.where(stop == begin, begin + F.BN, stop)
+            acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, stop, begin, mcol, klen, SK,
+                                       _counted(info, r0, r1), head, t, c2, False, MIXED, F)  # fmt: skip
     elif not (F.DOCS or F.WINDOW > 0):
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
                                    False, ANY, F)  # fmt: skip
@@ -622,8 +676,9 @@ def _backward_q_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
-        w = tl.exp2(s * c2 - lse[:, None]) if F.RAW else tl.exp2(s - lse[:, None])
+        s, u, steep, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
+        level = lse - head.far if MODE == PURE else lse
+        w = tl.exp2(s * c2 - level[:, None]) if F.RAW else tl.exp2(s - level[:, None])
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             w = tl.where(ok2, w, 0.0)
@@ -649,17 +704,13 @@ def _backward_q_tiles(
                 if F.GATED:
                     by_gate -= _fold(ds * log, F.BM, F.BN)
                     of_gate -= _fold(w * log, F.BM, F.BN)
-            if F.KIND == PROFILE and F.KNOTS > 0:  # rho's, where S_i stands
-                line = _psi(mcol - n0 - F.BN + tl.arange(0, F.SPAN), head.rate)
-                if MODE == PURE:
-                    pull = _spread(line * (head.slope * LN2), False, F)
-                else:
-                    psi = _spread(line, False, F)
-                    pull = psi * tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
-                    for x in range(r0, r1):  # u > knot, without u
-                        pull += tl.where(psi > tl.load(t.c + x) / info.rho, psi * _jump(t, head.h, x, F), 0.0)
-                by_query += _fold(ds * pull, F.BM, F.BN)
-                of_query += _fold(w * pull, F.BM, F.BN)
+            if F.KIND == PROFILE and F.KNOTS > 0:  # rho's, where S_i stands, in units of log 2
+                factor = head.slope
+                if MODE != PURE:
+                    factor = 1.0 / info.rho
+                    u *= steep
+                by_query += _fold(ds * u, F.BM, F.BN) * factor
+                of_query += _fold(w * u, F.BM, F.BN) * factor
             if F.KIND == BANK and MODE != FAR:
                 z = _slide(ds.to(k.dtype), False, F)
                 by_mix = tl.dot(z, tl.trans(_bank(mcol - n0, t, k.dtype, F)), by_mix, input_precision=F.PREC)
@@ -683,12 +734,13 @@ def _slide(x, TURNED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f,
-    t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
-    H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
+    Q, K, V, O, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, Bounds, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k,
+    t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b,
+    dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dQ, the delta that the other kernels use, and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
-    potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]."""
+    potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots, for
+    backward_k: `Bounds` [B, blocks, 2] of rho."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
@@ -708,6 +760,11 @@ def backward_q(
     head = _head(t, h, F)
     info = _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, q.dtype, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
+    if F.KNOTS > 0:
+        if h == 0:
+            at = Bounds + (b * tl.num_programs(0) + m0 // F.BM) * 2
+            tl.store(at, info.rho_lo)
+            tl.store(at + 1, info.rho_hi)
     if F.CANCEL and (F.KIND == SLOPE or F.KIND == POTENTIAL):
         fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
         lse += tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, c2, F), 1)
@@ -731,14 +788,14 @@ def backward_q(
             mcol, klen, SK, info, head, t, c2, False, FAR, F)  # fmt: skip
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
         while begin < full:
-            stop, piece = _pure_keys(begin, full, mcol, info, head, t, F)
+            stop, r0, r1 = _pure_keys(begin, full, mcol, info, head, t, F)
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
                 dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, begin,
-                stop, mcol, klen, SK, info, _piece(t, head, piece, F), t, c2, False, PURE, F)  # fmt: skip
-            begin = tl.minimum(stop + F.BN, full)
+                stop, mcol, klen, SK, info, _piece(t, head, r0, F), t, c2, False, PURE, F)  # fmt: skip
+            begin = tl.where(stop == begin, begin + F.BN, stop)
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
                 dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, stop,
-                begin, mcol, klen, SK, info, head, t, c2, False, ANY, F)  # fmt: skip
+                begin, mcol, klen, SK, _counted(info, r0, r1), head, t, c2, False, MIXED, F)  # fmt: skip
     elif not (F.DOCS or F.WINDOW > 0):
         dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
             dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, far, full,
@@ -754,7 +811,8 @@ def backward_q(
     tl.store(Delta + row, delta + rowsum, mask=r < Tq)
     if F.GRAD:
         if F.KIND == LOG or (F.KIND == POTENTIAL and not F.CAUSAL) or (F.KIND == PROFILE and F.KNOTS > 0):
-            tl.store(ByQuery + row, tl.sum(by_query, 1) - rowsum * tl.sum(of_query, 1), mask=r < Tq)
+            of_queries = tl.sum(by_query, 1) - rowsum * tl.sum(of_query, 1)
+            tl.store(ByQuery + row, of_queries * LN2 if F.KIND == PROFILE else of_queries, mask=r < Tq)
         if F.GATED:
             of_gates = tl.sum(by_gate, 1) - rowsum * tl.sum(of_gate, 1)
             tl.store(ByGate + row, of_gates * scale if F.RAW else of_gates, mask=r < Tq)
@@ -766,8 +824,9 @@ def backward_q(
 
 @triton.jit
 def _backward_k_tiles(
-    dk, dv, key_sum, rate_sum, flat_sum, k, v, Q, DO, q_t, do_t, Lse, Delta, begin, end, n0, q_off, klen, b, Tq, j,
-    sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
+    dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Q, DO, q_t, do_t, Lse, Delta, begin, end, n0, q_off,
+    klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Bounds, r0, r1, c2,
+    MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     a = tl.arange(0, F.BM)
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
@@ -784,16 +843,18 @@ def _backward_k_tiles(
         rho_lo = 1.0
         rho_hi = 1.0
         mix = 0.0
-        if F.KIND == PROFILE and F.KNOTS > 0:
-            rho_lo = tl.min(rho, 0)
-            rho_hi = tl.max(rho, 0)
+        if F.KNOTS > 0 and MODE == ANY:
+            rho_lo = tl.load(Bounds + m0 // F.QM * 2)
+            rho_hi = tl.load(Bounds + m0 // F.QM * 2 + 1)
         if F.KIND == BANK:
             mix = _mix(t, b, head.h, r, Tq, q.dtype, F)
         si = si[None, :]
         gi = gi[None, :]
         rho = rho[None, :]
-        info = Query(si, sref, gi, rho, rho_lo, rho_hi, mix, 0, 0)
-        s, u, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, True, MODE, F)
+        info = Query(si, sref, gi, rho, rho_lo, rho_hi, r0, r1, mix, 0, 0)
+        s, u, steep, p0, p1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, True, MODE, F)
+        if MODE == PURE:
+            lse -= head.far
         if F.CANCEL and F.KIND == SLOPE:
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
         if F.CANCEL and F.KIND == POTENTIAL:
@@ -828,73 +889,51 @@ def _backward_k_tiles(
                 pull = _spread(1.0 / (head.rate * d + 1.0), True, F)
                 rate_sum -= _fold(ds * (pull if F.ONE else rho * pull), F.BN, F.BM)
             if F.KIND == PROFILE and F.KNOTS > 0:
-                x = tl.where(j < klen, ds, 0.0)  # these sums run over keys, so keys that are not there must not count
-                d = mcol - n0 - F.BN + tl.arange(0, F.SPAN)
-                away = tl.abs(d).to(tl.float32)
-                away = away / (head.rate * away + 1.0)
+                # These sums run over keys, so keys that are not there must not count.
+                x = ds if F.EVEN else tl.where(j < klen, ds, 0.0)
+                away = tl.abs(mcol - n0 - F.BN + tl.arange(0, F.SPAN)).to(tl.float32)
+                away = _spread(away / (head.rate * away + 1.0), True, F)
                 if MODE == PURE:  # of one piece: the caller knows which
-                    key_sum += _fold(x * u, F.BN, F.BM)
                     flat_sum += _fold(x, F.BN, F.BM)
-                    rate_sum += _fold(x * (_spread(away * (head.slope * LN2), True, F) * rho), F.BN, F.BM)
+                    x *= rho
+                    key_sum += _fold(x * u, F.BN, F.BM)
+                    rate_sum += _fold(x * away, F.BN, F.BM) * head.slope
                 else:
-                    pull = _spread(away, True, F) * rho
-                    rate_sum += _fold(x * pull, F.BN, F.BM) * tl.load(t.d + head.h * (F.KNOTS + 1) + r0)
-                    of_slope = _parts(_fold(x * u, F.BN, F.BM), F.BN * 8)
-                    _flush(Pieces, r0, of_slope, _parts(_fold(x, F.BN, F.BM), F.BN * 8))
-                    for y in range(r0, r1):
+                    rate_sum += _fold(x * (away * rho * steep), F.BN, F.BM)
+                    slopes = _collect(slopes, p0, _fold(x * u, F.BN, F.BM), F)
+                    offsets = _collect(offsets, p0, _fold(x, F.BN, F.BM), F)
+                    for y in range(p0, p1):
                         above = tl.where(u > tl.load(t.c + y), x, 0.0)
-                        rate_sum += _fold(above * pull, F.BN, F.BM) * _jump(t, head.h, y, F)
-                        of_slope = _parts(_fold(above * u, F.BN, F.BM), F.BN * 8)
-                        _flush(Pieces, F.KNOTS + 1 + y, of_slope, _parts(_fold(above, F.BN, F.BM), F.BN * 8))
+                        slopes = _collect(slopes, F.KNOTS + 1 + y, _fold(above * u, F.BN, F.BM), F)
+                        offsets = _collect(offsets, F.KNOTS + 1 + y, _fold(above, F.BN, F.BM), F)
             if F.KIND == DISTANCE and MODE == FAR:
                 key_sum += _fold(ds, F.BN, F.BM)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=F.PREC)
-    return dk, dv, key_sum, rate_sum, flat_sum
+    return dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets
 
 
 @triton.jit
-def _parts(x, SIZE: tl.constexpr):
-    """x of SIZE entries summed to 4: what one warp of four holds, so that warps need not wait for each other."""
-    return tl.sum(tl.reshape(x, (4, SIZE // 4)), 1)
-
-
-@triton.jit
-def _flush(Pieces, row, of_slope, of_offset):
-    """Add sums of dS * u and of dS to a row of [., 2, 4] sums that this program owns."""
-    P = Pieces + row * 8 + tl.arange(0, 4)
-    tl.debug_barrier()  # another thread may have written the row last
-    tl.store(P, tl.load(P) + of_slope)
-    tl.store(P + 4, tl.load(P + 4) + of_offset)
-
-
-@triton.jit
-def _pure_queries(m0, end, n0, mcol, Tq, Rho, head, F: tl.constexpr):
-    """For a block of keys: where the run of tiles that begins at query m0 and lies on one piece ends, and its piece."""
-    r0, r1 = _pieces_of_queries(m0, n0, mcol, Tq, Rho, head, F)
-    piece = r0
-    while (m0 < end) & (r0 == piece) & (r1 == piece):
-        m0 += F.BM
-        mcol += F.BM
-        r0, r1 = _pieces_of_queries(tl.minimum(m0, Tq - 1), n0, mcol, Tq, Rho, head, F)
-    return tl.minimum(m0, end), piece
-
-
-@triton.jit
-def _pieces_of_queries(m0, n0, mcol, Tq, Rho, head, F: tl.constexpr):
-    rho = tl.load(Rho + tl.minimum(m0 + tl.arange(0, F.BM), Tq - 1))
-    return _pieces_in(mcol - n0, head.rate, tl.min(rho, 0), tl.max(rho, 0), head.knots, F)
+def _collect(sums, at, x, F: tl.constexpr):
+    """Sums [4, PP] with the sum of x [BN, 8] added in column `at`, in four parts: each what one warp of four holds, so
+    that warps need not wait for each other."""
+    if F.EXACT:
+        # In the layout of float32 products several threads hold each entry, and Triton 3.6 would count it for each.
+        part = tl.where(tl.arange(0, 4) == 0, tl.sum(tl.sum(x, 1), 0), 0.0)
+    else:
+        part = tl.sum(tl.reshape(x, (4, F.BN * 2)), 1)
+    return sums + tl.where(tl.arange(0, F.PP)[None, :] == at, part[:, None], 0.0)
 
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f,
-    t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
+    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Bounds, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k,
+    t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t,
+    dv_b, dv_h, dv_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
     potential at the keys, or for slopes, a profile without knots or far distances, of which the host takes the sum;
-    `DRate`, the same for a profile's rate; `PieceSums` [B, H, blocks, 2 KNOTS + 1, 2, 4], zeroed: in four
-    parts, sums of dS * u and of dS over the tiles that begin on each piece, then over what lies above each knot. With
+    `DRate`, the same for a profile's rate; `PieceSums` [B, H, blocks, 2, PP], zeroed:
+    sums of dS * u and of dS over the tiles that begin on each piece, then over what lies above each knot. With
     CANCEL, `Lse` is relative to the blocks of QM queries of backward_q, which wrote it so."""
     n0 = tl.program_id(0) * F.BN
     HKV = H // GROUP
@@ -907,6 +946,8 @@ def backward_k(
     k = _features(K + b * k_b + hk * k_h, j1.to(tl.int64), k_t, j1 < Tk, True, F)
     v = _features(V + b * v_b + hk * v_h, j1.to(tl.int64), v_t, j1 < Tk, True, F)
     doc_lo, doc_hi = _borders(Docs, j, Tk, F)
+    if F.KNOTS > 0:
+        Bounds += b * (2 * ((Tq + F.QM - 1) // F.QM))
     # Queries that see the block: rows begin .. end; up to `full` the mask matters; from `far` on distance is constant.
     begin = 0
     end = Tq
@@ -955,37 +996,43 @@ def backward_k(
         key_sum = _zeros(F.BN, 8)
         rate_sum = _zeros(F.BN, 8)
         flat_sum = _zeros(F.BN, 8)
-        Pieces = PieceSums + ((b * H + h) * tl.num_programs(0) + tl.program_id(0)) * 8 * (2 * F.KNOTS + 1)
+        slopes = _zeros(4, F.PP)
+        offsets = _zeros(4, F.PP)
         Lse_h = Lse + row
         Delta_h = Delta + row
         if F.CAUSAL or F.DOCS or F.WINDOW > 0:
-            dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, begin, full, n0, q_off,
-                klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, True, ANY, F)  # fmt: skip
+            dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h,
+                begin, full, n0, q_off, klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Bounds, 0, 0, c2,
+                True, ANY, F)  # fmt: skip
         if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
             m0 = full
             while m0 < end:
-                stop, r = _pure_queries(m0, end, n0, q_off + m0, Tq, TB + b * t_q, head, F)
-                dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
-                    dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, m0, stop, n0, q_off,
-                    klen, b, Tq, j, sj, sref, doc_lo, doc_hi, _piece(t, head, r, F), t, Pieces, c2, False, PURE,
-                    F)  # fmt: skip
+                stop, r0, r1 = _pure_queries(m0, end, q_off + m0 - n0, Bounds, head, t, F)
+                dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets = _backward_k_tiles(
+                    dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, m0,
+                    stop, n0, q_off, klen, b, Tq, j, sj, sref, doc_lo, doc_hi, _piece(t, head, r0, F), t, Bounds, 0, 0,
+                    c2, False, PURE, F)  # fmt: skip
                 if F.GRAD:
-                    _flush(Pieces, r, _parts(key_sum, F.BN * 8), _parts(flat_sum, F.BN * 8))
+                    slopes = _collect(slopes, r0, key_sum, F)
+                    offsets = _collect(offsets, r0, flat_sum, F)
                     key_sum = _zeros(F.BN, 8)
                     flat_sum = _zeros(F.BN, 8)
-                m0 = tl.minimum(stop + F.BM, end)
-                dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
-                    dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, stop, m0, n0, q_off,
-                    klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, ANY, F)  # fmt: skip
+                m0 = tl.where(stop == m0, tl.minimum(m0 + F.BM, end), stop)
+                dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets = _backward_k_tiles(
+                    dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h,
+                    stop, m0, n0, q_off, klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Bounds, r0, r1, c2, False,
+                    MIXED, F)  # fmt: skip
         elif not (F.DOCS or F.WINDOW > 0):
-            dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, full, far, n0, q_off,
-                klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, ANY, F)  # fmt: skip
+            dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h,
+                full, far, n0, q_off, klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Bounds, 0, 0, c2,
+                False, ANY, F)  # fmt: skip
         if F.HAS_FAR and F.CAUSAL:
-            dk, dv, key_sum, rate_sum, flat_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, flat_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, far, end, n0, q_off,
-                klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Pieces, c2, False, FAR, F)  # fmt: skip
+            dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h,
+                far, end, n0, q_off, klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Bounds, 0, 0, c2,
+                False, FAR, F)  # fmt: skip
         if F.GRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1
@@ -993,6 +1040,12 @@ def backward_k(
             if F.RAW and F.GATED:
                 total *= scale
             tl.store(DKey + at, tl.where(j1 < klen, total, 0.0), mask=j1 < Tk)
+            if F.KNOTS > 0:
+                rate_sum *= LN2
+                n = tl.arange(0, F.PP)
+                Sums = PieceSums + ((b * H + h) * tl.num_programs(0) + tl.program_id(0)) * (2 * F.PP)
+                tl.store(Sums + n, tl.sum(slopes, 0))
+                tl.store(Sums + F.PP + n, tl.sum(offsets, 0))
             if F.KIND == PROFILE:
                 tl.store(DRate + at, tl.where(j1 < klen, tl.sum(rate_sum, 1), 0.0), mask=j1 < Tk)
     DK += b * dk_b + hk * dk_h

@@ -2,8 +2,10 @@
 
 `docs/study-reading.md` is written by hand once results exist. What it quotes it names instead: {blocks SPEC LENGTH},
 {last SPEC LENGTH}, {growth SPEC LENGTH} (`blocks`, against the training length), {spread SPEC LENGTH} (`blocks`,
-standard deviation over seeds), {dense SPEC LENGTH} (`blocks`, the small budget), {passkey SPEC LENGTH}, {speed SPEC},
-{memory SPEC}, {loss SPEC}. A name without a result is an error. HTML comments in it are left out.
+standard deviation over seeds, at the largest budget that has enough of them), {dense SPEC LENGTH} (`blocks`, the small
+budget), {passkey SPEC LENGTH}, {speed SPEC}, {memory SPEC}, {loss SPEC} (at the end), {loss SPEC STEP}, and
+{record NAME KEY KEY ...}, what those keys and indices lead to in results/NAME.json. A name without a result is an
+error. HTML comments in it are left out.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ PAPER: dict[str, tuple[float | None, ...]] = {
     "kerple:share=false": (21.46, 20.86, 20.38, 21.11, 26.59, 34.91),
     "rope": (21.43, 20.87, 58.59, 225.78, 554.12, 957.87),
     "learned": (22.16, 21.56, None, None, None, None),
-    "sinusoidal": (22.38, 21.83, 207.53, 956.41, 2376.51, 3589.97),
+    "sinusoidal:scale=0.1": (22.38, 21.83, 207.53, 956.41, 2376.51, 3589.97),
 }
 PAPER_TRAINED = 1024
 PAPER_DENSE_LENGTHS = (512, 1024, 2048, 4096, 8192)
@@ -49,11 +51,14 @@ PAPER_DENSE: dict[str, tuple[float, ...]] = {
     "dape:version=2,base=cable": (20.41, 19.91, 19.30, 18.55, 18.63),
     "dape:version=2,base=kerple": (20.56, 20.07, 19.51, 18.79, 18.92),
 }
+ENOUGH = 3  # seeds that a standard deviation is taken of
 Result = dict[str, Any]
 
 
 class Results:
-    """The results of a folder, sorted: the main group (one budget, one seed), its seeds, the dense group, the rest."""
+    """The results of a folder, sorted: `main` (the largest budget, one seed), `dense` (what needs dense attention, and
+    what it is built around at the same budget and seed), `noise` (encodings and budgets with several seeds), the rest.
+    The two tables show one seed each, and what other budgets and seeds lie beside it changes neither."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -61,35 +66,50 @@ class Results:
         self.all = sorted(
             study.load(folder), key=lambda v: (order.get(v["encoding"], len(order)), v["encoding"], v["seed"])
         )
-        self.main, self.seeds = self._group("main")
-        self.dense, self.dense_seeds = self._group("dense")
+        self.main = self._table([v for v in self.all if v["group"] == "main"])
+        rescoring = self._table([v for v in self.all if v["run"]["implementation"] == "dense"])
+        wanted = {spec for v in rescoring for spec in (v["encoding"], study.base_of(v["encoding"]))}
+        places = {(v["budget"], v["seed"], tested(v)) for v in rescoring}
+        self.dense = [v for v in self.all if v["encoding"] in wanted and (v["budget"], v["seed"], tested(v)) in places]
+        groups: dict[tuple[str, int, str], list[Result]] = {}
+        for v in self.all:
+            groups.setdefault((v["encoding"], v["budget"], tested(v)), []).append(v)
+        self.noise = [group for group in groups.values() if len(group) >= ENOUGH]
         # What a reader takes for the same setting must be the same.
-        for group in (self.main, self.dense):
-            for key in ("size", "length", "steps", "tokens_per_step", "learning_rate", "seed"):
+        for group in (self.main, self.dense, *self.noise):
+            for key in ("size", "length", "steps", "tokens_per_step", "learning_rate"):
                 if len({v["recipe"][key] for v in group}) > 1:
                     raise UserError(f"{folder}: the results of one table differ in {key}")
             if len({v["data"]["fingerprint"] for v in group}) > 1:
                 raise UserError(f"{folder}: the results of one table were trained on different data")
+            if len({tested(v) for v in group}) > 1:
+                raise UserError(f"{folder}: the results of one table were tested on different text or lengths")
 
-    def _group(self, name: str) -> tuple[list[Result], list[Result]]:
-        """The results of a group with its usual budget and its most usual seed, and those of all its seeds."""
-        found = [v for v in self.all if v["group"] == name]
-        if not found:
-            return [], []
-        budget = max(Counter(v["budget"] for v in found).items(), key=lambda item: (item[1], item[0]))[0]
-        found = [v for v in found if v["budget"] == budget]
-        seed = max(Counter(v["seed"] for v in found).items(), key=lambda item: (item[1], -item[0]))[0]
-        return [v for v in found if v["seed"] == seed], found
+    def _table(self, found: list[Result]) -> list[Result]:
+        """Those with the largest budget, and of them those with the most usual seed."""
+        found = [v for v in found if v["budget"] == max(x["budget"] for x in found)]
+        count = Counter(v["seed"] for v in found)
+        return [v for v in found if v["seed"] == max(count, key=lambda seed: (count[seed], -seed))]
 
     def rest(self) -> list[Result]:
-        shown = {id(v) for v in (*self.seeds, *self.dense_seeds)}
+        shown = {id(v) for group in (self.main, self.dense, *self.noise) for v in group}
         return [v for v in self.all if id(v) not in shown]
+
+    def over_seeds(self, spec: str) -> list[Result]:
+        """All seeds of an encoding, at the largest budget that has enough of them."""
+        found = [group for group in self.noise if group[0]["encoding"] == spec]
+        return max(found, key=lambda group: group[0]["budget"], default=[])
 
     def one(self, spec: str, group: list[Result] | None = None) -> Result:
         for v in self.main if group is None else group:
             if v["encoding"] == spec:
                 return v
         raise UserError(f"the reading of the study names {spec}, and {self.folder} has no such result")
+
+
+def tested(v: Result) -> str:
+    """The main text and the lengths of a result's tests: perplexities on anything else are not comparable with it."""
+    return f"{v['asked']['texts'][:1]} {v['asked']['lengths']}"
 
 
 def page(folder: Path = RESULTS, reading: Path = READING) -> str:
@@ -395,31 +415,36 @@ def thousands(speed: float) -> str:
     return f"{speed / 1000:,.0f}k" if speed >= 10_000 else f"{speed:,.0f}"
 
 
-def over_seeds(r: Results, spec: str) -> list[Result]:
-    return [v for v in r.seeds if v["encoding"] == spec]
-
-
 def seeds(r: Results) -> str:
-    lengths = lengths_of(r.main, "blocks")
+    if not r.noise:
+        return ""
+    every = [v for group in r.noise for v in group]
+    lengths = lengths_of(every, "blocks")
     rows = []
-    for spec in dict.fromkeys(v["encoding"] for v in r.seeds):
-        group = over_seeds(r, spec)
-        if len(group) < 2:
-            continue
+    for group in r.noise:
         cells = []
         for n in lengths:
             found = [row["perplexity"] for v in group if (row := study.at(v, "blocks", n)) and row["perplexity"]]
-            enough = len(found) == len(group)
-            cells.append(f"{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}" if enough else "-")
-        ends = [v["train_loss"] for v in group]
-        rows.append([f"`{spec}`", names([str(v["seed"]) for v in group]), *cells, f"{max(ends) - min(ends):.4f}"])
-    if not rows:
-        return ""
+            cells.append(spread(found, 2) if len(found) == len(group) else ("-", "-"))
+        cells.append(spread([v["train_loss"] for v in group], 4))
+        about = [f"`{group[0]['encoding']}`", study.short(group[0]["budget"]), names([str(v["seed"]) for v in group])]
+        rows.append([*about, "mean ± sd", *[middle for middle, _ in cells]])
+        rows.append(["", "", "", "range", *[ends for _, ends in cells]])
+    texts = names([told(v["evaluation"][0]) for v in every])
     return (
         "## Noise between seeds\n\nA seed draws the initial weights and the order of the text. Mean and standard "
-        "deviation of the perplexity (`blocks`), and the range of the final training loss in nats. A difference "
-        "between two encodings that is not clearly larger than this is none.\n\n"
-        + table(["encoding", "seeds", *map(str, lengths), "loss range"], rows)
+        "deviation over the seeds, and smallest to largest, of the perplexity (`blocks`) and of the final training "
+        "loss. A difference between two encodings that is not clearly larger than this is none; the noise of one "
+        f"budget need not be that of another. {texts}.\n\n"
+        + table(["encoding", "tokens", "seeds", "", *map(str, lengths), "training loss"], rows)
+    )
+
+
+def spread(found: list[float], digits: int) -> tuple[str, str]:
+    """Mean and standard deviation, and the range."""
+    return (
+        f"{statistics.mean(found):.{digits}f} ± {statistics.stdev(found):.{digits}f}",
+        f"{min(found):.{digits}f} to {max(found):.{digits}f}",
     )
 
 
@@ -440,14 +465,14 @@ def dense(r: Results) -> str:
     return (
         "## Encodings that need dense attention\n\nThey rescore whole rows of scores, so no fused kernel runs them, "
         f"and they got {fixed['tokens'] / 1e6:.1f}M tokens ({fixed['steps']} steps); so did, to compare with, the "
-        "encodings they are built around. Do not compare this table with the ones above. The paper's numbers: "
-        f"FineWeb-Edu, trained at 512. {told(v['evaluation'][0])}, `blocks`.\n\n"
-        + table(["encoding", "", *map(str, lengths)], rows)
+        "encodings they are built around. Do not compare this table with the ones above: dense attention is slow, so "
+        f"the test is shorter as well: {told(v['evaluation'][0])}, `blocks`, up to {lengths[-1]}. The paper's numbers: "
+        "FineWeb-Edu, trained at 512.\n\n" + table(["encoding", "", *map(str, lengths)], rows)
     )
 
 
 def rest(r: Results) -> str:
-    """Results with other budgets, none of which is left unsaid."""
+    """Results with other budgets, seeds or tests, none of which is left unsaid."""
     found = r.rest()
     if not found:
         return ""
@@ -456,7 +481,9 @@ def rest(r: Results) -> str:
         row = study.at(v, "blocks", v["recipe"]["length"])
         shown = "-" if row is None else compare.shown(row["perplexity"])
         rows.append([f"`{v['encoding']}`", f"{v['recipe']['tokens'] / 1e6:.1f}M", str(v["seed"]), shown])
-    return "## Other budgets\n\n" + table(["encoding", "tokens", "seed", "perplexity at the training length"], rows)
+    return "## Other budgets and seeds\n\n" + table(
+        ["encoding", "tokens", "seed", "perplexity at the training length"], rows
+    )
 
 
 def captured(r: Results) -> list[Path]:
@@ -471,7 +498,8 @@ def heads_text(r: Results) -> str:
     if not captured(r):
         return f"## The figures\n\n{link}"
     picture = "![One row per encoding, one map per head](images/study-heads.png)"
-    return f"## The figures\n\n{link} All of them at a glance:\n\n{picture}"
+    but = ", those that need dense attention after their smaller budget" if r.dense else ""
+    return f"## The figures\n\n{link} All of them at a glance{but}:\n\n{picture}"
 
 
 # The reading ----------------------------------------------------------------------------------------------------------
@@ -486,6 +514,8 @@ def read(r: Results, path: Path) -> str:
 
 def quoted(r: Results, what: str, words: list[str]) -> str:
     """A number that the reading names."""
+    if what == "record":
+        return recorded(*words)
     spec, length = words[0], int(words[1]) if len(words) > 1 else 0
     wrong = UserError(f"the reading of the study quotes {{{what} {' '.join(words)}}}, and there is no such result")
     if what in ("blocks", "last", "dense"):
@@ -495,18 +525,18 @@ def quoted(r: Results, what: str, words: list[str]) -> str:
         if row is None:
             raise wrong
         return compare.shown(row["perplexity"])
+    if what == "spread":
+        rows = [study.at(x, "blocks", length) for x in r.over_seeds(spec)]
+        values = [row["perplexity"] for row in rows if row is not None]
+        if len(values) < ENOUGH:
+            raise wrong
+        return f"{statistics.stdev(values):.2f}"
     v = r.one(spec)
     if what == "growth":
         found = grown(v, length)
         if found is None:
             raise wrong
         return ratio(found)
-    if what == "spread":
-        rows = [study.at(x, "blocks", length) for x in over_seeds(r, spec)]
-        values = [row["perplexity"] for row in rows if row is not None]
-        if len(values) < 2:
-            raise wrong
-        return f"{statistics.stdev(values):.2f}"
     if what == "passkey":
         row = _ok(v, length)
         if row is None:
@@ -516,9 +546,21 @@ def quoted(r: Results, what: str, words: list[str]) -> str:
         return thousands(v["tokens_per_second"])
     if what == "memory" and v["peak_memory_bytes"]:
         return f"{v['peak_memory_bytes'] / 2**30:.1f} GiB"
-    if what == "loss":
-        return f"{v['train_loss']:.3f}"
+    if what == "loss" and length <= len(v["loss"]):
+        return f"{v['loss'][length - 1]:.2f}" if length else f"{v['train_loss']:.3f}"
     raise wrong
+
+
+def recorded(name: str, *keys: str) -> str:
+    """A value of results/NAME.json."""
+    try:
+        value: Any = json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        for key in keys:
+            value = value[int(key) if isinstance(value, list) else key]
+    except (OSError, LookupError, ValueError, TypeError):
+        quote = f"{{record {' '.join([name, *keys])}}}"
+        raise UserError(f"the reading of the study quotes {quote}, and there is no such result") from None
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def bare_numbers(text: str) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -57,7 +58,8 @@ def results(data, tmp_path_factory) -> Path:
     one = small(data, out)
     for job in study.plan(one):
         make(one, job)
-    make(one, Job("rope", 1, one.tokens, False))
+    for seed in (1, 2):
+        make(one, Job("rope", seed, one.tokens, False))
     return out
 
 
@@ -271,8 +273,8 @@ def test_page_is_made_of_the_results(results, tmp_path):
     reading = tmp_path / "reading.md"
     reading.write_text(
         "## Reading\n<!-- not shown -->RoPE has {blocks rope 32} and {last rope 64}, grows by {growth rope 64}, "
-        "spreads by {spread rope 32}, ends at {loss rope}, runs at {speed rope}, finds {passkey rope 256}; DAPE has "
-        "{dense dape:version=2,base=kerple 32}.\n"
+        "spreads by {spread rope 32}, begins at {loss rope 1}, ends at {loss rope}, runs at {speed rope}, finds "
+        "{passkey rope 256}; DAPE has {dense dape:version=2,base=kerple 32}; {record sinusoidal-unscaled steps -1 0}.\n"
     )
     text = study_page.page(results, reading)
     value = json.loads((results / "rope-4096-seed0.json").read_text())
@@ -291,7 +293,8 @@ def test_page_is_made_of_the_results(results, tmp_path):
         assert f"## {heading}" in text
     assert "not shown" not in text and "{" not in text.split("## Reading")[1]
     assert f"RoPE has {study.at(value, 'blocks', 32)['perplexity']:.2f} and" in text
-    assert "| `rope` | 0, 1 |" in text and "DAPE + KERPLE" in text
+    assert f"begins at {value['loss'][0]:.2f}, ends at {value['train_loss']:.3f}," in text and "; 504." in text
+    assert "| `rope` | 4096 | 0, 1, 2 | mean ± sd |" in text and "DAPE + KERPLE" in text
     assert study_page.page(results, reading) == text
     # It follows the files: another number there is another page.
     changed = tmp_path / "changed"
@@ -305,7 +308,10 @@ def test_page_is_made_of_the_results(results, tmp_path):
 
 def test_reading_names_only_what_there_is(results, tmp_path):
     reading = tmp_path / "reading.md"
-    for wrong in ("{blocks rope 999}", "{blocks alibi 32}", "{memory rope}", "{colour rope}", "{spread none 32}"):
+    for wrong in (
+        "{blocks rope 999}", "{blocks alibi 32}", "{memory rope}", "{colour rope}", "{spread none 32}",
+        "{loss rope 99}", "{record nothing at all}", "{record sinusoidal-unscaled steps 99}",
+    ):  # fmt: skip
         reading.write_text(wrong)
         with pytest.raises(UserError, match="reading of the study"):
             study_page.page(results, reading)
@@ -323,6 +329,52 @@ def test_results_that_differ_make_no_table(results, tmp_path):
         (tmp_path / path.name).write_text(json.dumps(value))
     with pytest.raises(UserError, match="learning_rate"):
         study_page.page(tmp_path)
+
+
+def test_seeds_of_a_smaller_budget_stay_out_of_the_tables(results, tmp_path):
+    """More seeds of what a dense encoding is built around, at its budget: they are noise, not rows."""
+    before, base = study_page.Results(results), "kerple-share-false-1024-seed0.json"
+    for path in results.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    found = []
+    for seed in (0, 1, 2):
+        value = json.loads((results / base).read_text())
+        value["seed"] = value["recipe"]["seed"] = seed
+        value["group"] = "main"  # the group of a study of that budget alone, for the one that is there already too
+        row = study.at(value, "blocks", 32)
+        row["perplexity"] += seed**2
+        found.append(row["perplexity"])
+        (tmp_path / base.replace("seed0", f"seed{seed}")).write_text(json.dumps(value))
+    r = study_page.Results(tmp_path)
+
+    def places(group: list[dict]) -> list[tuple[str, int, int]]:
+        return [(v["encoding"], v["budget"], v["seed"]) for v in group]
+
+    assert places(r.main) == places(before.main) == [("kerple:share=false", 4096, 0), ("rope", 4096, 0)]
+    kerple = ("kerple:share=false", 1024)
+    assert places(r.dense) == places(before.dense) == [(*kerple, 0), ("dape:version=2,base=kerple", 1024, 0)]
+    assert [places(group) for group in before.noise] == [[("rope", 4096, seed) for seed in (0, 1, 2)]]
+    assert [places(group) for group in r.noise] == [[(*kerple, seed) for seed in (0, 1, 2)], places(before.noise[0])]
+    for part in (study_page.perplexities, study_page.growth, study_page.keys, study_page.cost, study_page.dense):
+        assert part(r) == part(before)
+    assert not r.rest()
+    text = study_page.page(tmp_path, tmp_path / "no reading")
+    mean, deviation = statistics.mean(found), statistics.stdev(found)
+    assert f"| `kerple:share=false` | 1024 | 0, 1, 2 | mean ± sd | {mean:.2f} ± {deviation:.2f} |" in text
+    assert f"|  |  |  | range | {found[0]:.2f} to {found[2]:.2f} |" in text
+    assert study_page.quoted(r, "spread", ["kerple:share=false", "32"]) == f"{deviation:.2f}"
+    # One that was tested otherwise is no third seed, and is not left unsaid either.
+    value["asked"]["texts"] = ["another"]
+    (tmp_path / base.replace("seed0", "seed2")).write_text(json.dumps(value))
+    r = study_page.Results(tmp_path)
+    assert [group[0]["encoding"] for group in r.noise] == ["rope"] and "## Noise between seeds" in study_page.seeds(r)
+    assert places(r.rest()) == [(*kerple, 1), (*kerple, 2)] and "## Other budgets and seeds" in study_page.rest(r)
+
+
+def test_bases_of_the_dense_group_are_taken_for_seeds(data, results):
+    """With its short test a study of its budget alone finds them there, and has the other seeds to make."""
+    one = small(data, results, tokens=1024, encodings=("kerple:share=false",), eval_tokens=513, seeds=(0, 1))
+    assert [job.name for job in study.check(one, study.plan(one))] == ["kerple-share-false-1024-seed1"]
 
 
 def test_pictures_and_what_ships(results, tmp_path):

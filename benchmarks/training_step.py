@@ -6,8 +6,8 @@ batch through the code of `relpos train`.
 The bare step is forward, backward, gradient clipping and fused AdamW on random tokens: tokens per second from the
 median step, peak memory as the allocator saw it. `--through-train` runs `train_in_memory` on a prepared folder of
 random tokens (the Trainer, the loader, metrics.jsonl; no checkpoint, no evaluation) and times every step from its end
-to the next one's. `train_ratio` compares the median steps; `train_mean_tokens_per_s` is over all steps, with the pauses
-in which every tenth reads the losses back.
+to the next one's; the bare step then starts from the weights it left. `train_ratio` compares the median steps;
+`train_mean_tokens_per_s` is over all steps, with the pauses in which every tenth reads the losses back.
 
 One process per model and length. They compile side by side, `--processes` at a time, run two steps, a few at a time for
 the sake of the GPU's memory, and wait with what they compiled. When all of one length are ready they are told, one
@@ -162,7 +162,10 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
     if job.data is None:
         wait()
     else:
-        times = train(job, config.vocab_size, wait)
+        times, trained = train(job, config.vocab_size, wait)
+        # From the same weights: what FIRE costs depends on where its knots lie.
+        model.load_state_dict(trained.state_dict())
+        del trained
         settle()
         row["train_ms"] = statistics.median(times)
         row["train_tokens_per_s"] = job.tokens / row["train_ms"] * 1e3
@@ -232,8 +235,8 @@ class Clock:
         return [begin.elapsed_time(end) for begin, end in pairs]
 
 
-def train(job: Job, vocab_size: int, wait: Callable[[], None]) -> list[float]:
-    """Milliseconds of every step after the warm-up, through the library's own training."""
+def train(job: Job, vocab_size: int, wait: Callable[[], None]) -> tuple[list[float], Any]:
+    """Milliseconds of every step after the warm-up, through the library's own training; the model."""
     from transformers import TrainerCallback
 
     from relpos.training import Settings, train_in_memory
@@ -259,8 +262,8 @@ def train(job: Job, vocab_size: int, wait: Callable[[], None]) -> list[float]:
         vocab_size=vocab_size,
         overrides={} if clock.cuda else {"use_cpu": True},
     )
-    train_in_memory(settings, callbacks=[Pace()])
-    return clock.times()
+    trained = train_in_memory(settings, callbacks=[Pace()])
+    return clock.times(), trained.model
 
 
 # All of them ----------------------------------------------------------------------------------------------------------

@@ -134,21 +134,25 @@ def how(m: Measured) -> str:
 
 def later(m: Measured) -> list[str]:
     """Rows that were measured once more after the kernels changed, if any."""
-    again = m.file.get("later")
-    if not again:
-        return []
-    rows = {(r["name"], r["length"]): r["both_ms"] for r in again["rows"]}
+    return [_again(run) for run in m.file.get("later", [])]
+
+
+def _again(run: Row) -> str:
+    rows = {(r["name"], r["length"]): r["both_ms"] for r in run["rows"]}
     lengths = sorted({n for _, n in rows})
     lines = [
-        f"With the kernels of commit {again['commit'][:7]}, {again['what']}: ms (times flash's).",
+        f"With the kernels of commit {run['commit'][:7]}, {run['what']}: ms (times flash's).",
         "",
         "|  | " + " | ".join(f"{n:,}" for n in lengths) + " |",
         "|---|" + "---|" * len(lengths),
     ]
     for name in dict.fromkeys(name for name, _ in rows):
-        cells = [f"{digits(rows[name, n])} ({rows[name, n] / rows[FLASH, n]:.2f})" for n in lengths]
+        cells = [
+            f"{digits(rows[name, n])} ({rows[name, n] / rows[FLASH, n]:.2f})" if (name, n) in rows else "-"
+            for n in lengths
+        ]
         lines.append(f"| {shown(name)} | " + " | ".join(cells) + " |")
-    return ["\n".join(lines)]
+    return "\n".join(lines)
 
 
 def verdict(m: Measured) -> str:
@@ -268,12 +272,6 @@ def decode(m: Measured) -> str:
     )
 
 
-WITHDRAWN = (
-    " **Our own rows are to be measured again**: those that stood here were of steps whose loss, compiled by torch "
-    "2.11, had no gradient. What real training reaches, at 512 tokens and 65,536 a step, is in [the study](study.md)."
-)
-
-
 def training(folder: Path) -> str:
     """Tolerates rows that are not there, and says which failed."""
     f = json.loads((folder / "training-step-h200.json").read_text(encoding="utf-8"))
@@ -309,7 +307,7 @@ def training(folder: Path) -> str:
         f"{f['versions']['torch']}: {f['what']}. Tokens per second (of nanoGPT's) by length, and peak memory. The rows "
         f"marked as given were not measured here: they are figures given to us for the same kind of GPU, an "
         f"{given['machine']} (`results/nanogpt-h200.json`). Target: nanoGPT's speed, in less memory than its "
-        f"{given['peak_gib']} GiB.{'' if f['rows'] else WITHDRAWN}\n\n"
+        f"{given['peak_gib']} GiB.\n\n"
         + table(head, rows)
         + ("\n\n" + "\n".join(notes) if notes else "")
         + through_train(f["rows"])

@@ -76,6 +76,7 @@ ENCODINGS = (
     "dape:version=2,base=cable",
 )
 WORK, WEIGHTS = ".work", "weights"  # folders inside the study's
+LOCK = "turn.lock"  # a file inside WORK
 NO_TIME = 75  # exit status of a process that found too little time left
 LARGE = 64 << 30  # bytes of a GPU that holds a whole step of 65,536 tokens of GPT-2 Small at once
 
@@ -424,7 +425,7 @@ def one(study: Study, job: Job, clock: Clock, attempt: int = 0) -> Path:
     cuda = torch.cuda.is_available()
     compiled = (cuda if study.compile is None else study.compile) and attempt == 0
     dense = not fusable(encodings.build(job.spec))
-    turn = Turn(out / WORK / "turn.lock", clock, study.tokens_per_step, fixed["steps"], lambda m: warm(m, study.length))
+    turn = Turn(out / WORK / LOCK, clock, study.tokens_per_step, fixed["steps"], lambda m: warm(m, study.length))
     settings = Settings(
         encoding=job.spec,
         size=study.size,
@@ -803,7 +804,7 @@ def run(study: Study) -> list[Outcome]:
     if there:
         say(f"already there: {', '.join(outcome.job.name for outcome in there)}")
     outcomes = there + Runner(study).run(missing)
-    if all(outcome.status in ("done", "there") for outcome in outcomes):
+    if all(path.name == LOCK for path in work.iterdir()):  # else one failed, or another study is at work here
         shutil.rmtree(work, ignore_errors=True)
     return outcomes
 

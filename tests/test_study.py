@@ -218,6 +218,18 @@ def test_time_limit_starts_nothing_that_does_not_fit(data, results, capsys):
     assert not runner.fits(Job("none", 0, 10**9, False)) and runner.fits(Job("none", 0, 4096, False))
 
 
+def test_a_study_leaves_the_work_of_another_alone(data, results, tmp_path):
+    for path in results.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    theirs = tmp_path / study.WORK / "theirs"
+    theirs.mkdir(parents=True)
+    one = small(data, tmp_path)
+    assert {outcome.status for outcome in study.run(one)} == {"there"} and theirs.is_dir()
+    theirs.rmdir()
+    study.run(one)
+    assert not (tmp_path / study.WORK).exists()
+
+
 # All of them, in processes of their own.
 
 

@@ -113,7 +113,7 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
     ("backward_k", PROFILE): ((32, 64, 4, 3, 168), None),
     ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     ("backward_q", KNOTTED): ((64, 32, 4, 3, 168), (64, 32, 4, 2, 0)),
-    ("backward_k", KNOTTED): ((32, 64, 4, 3, 168), (32, 64, 4, 1, 0)),
+    ("backward_k", KNOTTED): ((32, 64, 4, 3, 0), (32, 64, 4, 1, 0)),
     ("forward", BANK): ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     ("backward_q", BANK): ((64, 64, 4, 2, 0), (64, 64, 4, 1, 0)),
     ("backward_k", BANK): ((64, 64, 4, 2, 0), (32, 64, 4, 2, 0)),

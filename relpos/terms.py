@@ -10,7 +10,8 @@ which encoding they came from. Shapes: B batch, H heads, Tq queries, Tk keys; a 
 | Slope     | `-m_h |d|`                                                                |
 | Distance  | `values[h, clamp(origin + d)]`: the first and last value go on for ever   |
 | Potential | `-g_i |S_i - S_j|`, or with `log` `-g_i ln((S_i - S_j)^2 + 1)`            |
-| Profile   | a piecewise linear function of `u = ln(1 + rate_h |d|) * rho_i`           |
+| Profile   | a piecewise linear function of `u = psi(d) * rho_i`, where `psi` is       |
+|           | `ln(1 + rate_h |d|)`, or with `power` `|d|^rate_h`                        |
 | Bank      | `r_i @ bank[:, d]`, zero where d is outside the bank                      |
 
 `Rotation` is not a term: it acts on q and k before they meet. `Layout` says which query sits where and may see what.
@@ -68,6 +69,15 @@ class Profile:
     knots: Tensor  # [K], K >= 0, ascending, without gradient: the function is continuous there
     slope: Tensor  # [H, K + 1]; on piece r, between knots r-1 and r, the value is offset[h, r] + slope[h, r] * u
     offset: Tensor  # [H, K + 1]
+    power: bool = False  # without knots
+
+    def psi(self, d: Tensor) -> Tensor:
+        """At the distances d [...], [1 or H, ...]."""
+        rate = self.rate.view(-1, *[1] * d.dim())
+        if not self.power:
+            return torch.log1p(rate * d.abs())
+        # d = 0 gives 0 whatever the rate; keeping it out of pow keeps 0 * log 0 out of the gradient.
+        return torch.where(d == 0, 0.0, d.abs().clamp(min=1).to(rate.dtype) ** rate)
 
     def rows(self, rows: slice) -> Profile:
         return replace(self, rho=self.rho[:, rows])

@@ -122,9 +122,10 @@ def test_packed_documents(case):
     compare(case.spec, torch.float32, B=1, cu_seqlens=torch.tensor([0, 1, 20, LENGTH]))
 
 
-# One encoding for each way a bias reaches the kernels: none, slope, key, gate, logarithm, profile, knots, table, far.
-KINDS = ["none", "alibi:learn=true", "fox", "cable", "cable:form=kernel", "kerple", "fire:width=8,length=9",
-         "kerple:form=power", "t5:form=clipped,clip=5"]  # fmt: skip
+# One encoding for each way a bias reaches the kernels: none, slope, key, gate, logarithm, profiles of a logarithm and
+# of a power, knots, a table as long as the text and one that is shorter.
+KINDS = ["none", "alibi:learn=true", "fox", "cable", "cable:form=kernel", "kerple", "kerple:form=power",
+         "fire:width=8,length=9", "t5:form=clipped,clip=999", "t5:form=clipped,clip=5"]  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", KINDS)

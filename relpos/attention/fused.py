@@ -27,7 +27,8 @@ LOG2E = math.log2(math.e)
 PROGRAMS = 1056  # enough to fill a large GPU several times over
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
 ALL, FIRST, REST = range(3)
-KNOTTED, GATED = 7, 8  # to the host alone: a profile with knots, a linear potential with a gate
+# To the host alone: a profile with knots, a linear potential with a gate, a profile of a power.
+KNOTTED, GATED, POWER = 7, 8, 9
 
 
 @functools.cache
@@ -144,9 +145,10 @@ class _Call:
         self.q = q
         self.B, self.H, self.Tq, self.D = q.shape
         self.Tk = k.shape[2]
+        more: dict[str, int] = {"ROWS": rows, "RAW": kind == NONE, "POWER": kind == POWER}
+        kind = PROFILE if kind == POWER else kind
         self.kind, self.origin, self.scale = kind, origin, scale
         size, strides = 0, [0, 0, 0, 0]
-        more: dict[str, int] = {"ROWS": rows, "RAW": kind == NONE}
         if kind in (POTENTIAL, LOG):
             strides[:3] = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (a, b, c)]
             more |= {"GATED": c is not None, "RAW": kind == POTENTIAL}
@@ -219,6 +221,7 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
               wants, into=None):  # fmt: skip
     calls = _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale)
     call = calls[-1]
+    kind = call.kind
     if do.stride(-1) != 1:
         do = do.contiguous()
     dq, dk, dv = into or (_like(q), _like(k), _like(v))
@@ -237,7 +240,7 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
     by_gate = maybe(gated, *lse.shape)
     # With slopes and linear potentials, what backward_k needs of a row is relative to the row's block here.
     local = torch.empty_like(lse) if call.flags["CANCEL"] and kind in (SLOPE, POTENTIAL) else lse
-    by_key = maybe(True, call.B, call.H, call.Tk)
+    by_key = maybe(kind not in (DISTANCE, BANK), call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tk)
     bounds = lse.new_empty(call.B, -(-call.Tq // call.blocks("backward_q")[0]), 2) if knots else delta
     for part in calls:
@@ -256,7 +259,7 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
         part.launch(
             "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
             [q, k, v, do, local, delta, dk, dv, by_key, by_rate, pieces, bounds], [q, k, v, do, dk, dv],
-            [scale, part.reach], GRAD=grad and part is call, QM=QM,
+            [scale, part.reach], GRAD=by_key is not delta and part is call, QM=QM,
         )  # fmt: skip
 
     grads: dict[int, Tensor] = {}
@@ -290,12 +293,12 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
                 grads[F_] = _table_gradient(calls[0], inputs)
         else:
             grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
-            of_rate = of_rate * d[:, 0] / a.clamp(min=1e-12)
+            of_rate = of_rate * d[:, 0] / (1 if call.flags["POWER"] else a.clamp(min=1e-12))
             if b.numel() == 1:  # which the kernels took to be part of the slope
                 grads[D], of_rate = grads[D] * b, of_rate * b[0]
         grads[A] = of_rate if a.numel() > 1 else of_rate.sum(0, keepdim=True)
     elif kind == DISTANCE and wants:
-        grads[A] = _distance_gradient(call, inputs, by_key, a, (BM, BN))
+        grads[A] = _distance_gradient(call, inputs, a)
     elif kind == BANK:
         if wants & A:
             grads[A] = by_query.sum(0, keepdim=True) if a.shape[0] == 1 and call.B > 1 else by_query
@@ -324,25 +327,25 @@ def _by_distance(x: Tensor, n: int) -> Tensor:
     return line.flatten(0, 1)
 
 
-def _distance_gradient(call: _Call, inputs: list[Tensor], far: Tensor, values: Tensor, tile) -> Tensor:
-    lse, origin, reach = inputs[4], call.origin, call.reach
-    # Tiles that lie wholly beyond the reach were summed by backward_k, unless masks kept it from telling them apart.
-    everything = not call.flags["CAUSAL"] or call.flags["DOCS"] or call.flags["WINDOW"] > 0
-    last = call.Tk - 1 if everything else min(reach + tile[0] + tile[1], call.Tk - 1)
-    n, before, count, shares = _diagonals(call, "backward_distance", last)
-    out = lse.new_empty(shares, call.H, count, 2 * n)
-    call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4],
-                [reach, call.B, -before], QM=0 if everything else tile[0], QN=tile[1])  # fmt: skip
+def _distance_gradient(call: _Call, inputs: list[Tensor], values: Tensor) -> Tensor:
+    """Of a table. Where its last entry stands for many distances, from `reach` on, most tiles hold no other: as the
+    rows of dS sum to zero, its gradient is what is missing in the sum of all."""
+    origin, reach = call.origin, call.reach
+    far = reach < call.Tk - 1
+    n, before, count, shares = _diagonals(call, "backward_distance", reach - 1 if far else call.Tk - 1)
+    out = values.new_empty(shares, call.H, count, 2 * n)
+    call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4], [reach, call.B, -before])
     sums = _by_distance(out.sum(0).permute(1, 2, 0), n).T  # [H, distances]
     zero = (before + 1) * n  # column of distance 0
-    low, high = zero - origin, zero + reach  # columns of the first and last entry of the table
-    grad = lse.new_zeros(call.H, values.shape[1])
+    low, high = zero - origin, zero + reach + (not far)  # columns that have entries of their own
+    grad = values.new_zeros(call.H, values.shape[1])
     start, stop = max(low, 0), min(high, sums.shape[1])
     if stop > start:
         grad[:, start - low : stop - low] = sums[:, start:stop]
-    grad[:, -1] += sums[:, max(high, 0) :].sum(1) + far.sum((0, 2))
     if low > 0:
         grad[:, 0] += sums[:, :low].sum(1)
+    if far:
+        grad[:, -1] = -grad[:, :-1].sum(1)
     return grad
 
 
@@ -457,18 +460,14 @@ def _table_of(term: Profile, layout: Layout) -> list[Tensor]:
     """A profile's values by distance for the rho of the first query, [H, Tk], and for how many of the first queries of
     each row it holds, [1 or B]: all, or a multiple of every block."""
     rho = term.rho[:1, :1]
-    u = torch.log1p(term.rate[:, None] * torch.arange(layout.Tk, device=rho.device)) * rho  # [1 or H, Tk]
+    u = term.psi(torch.arange(layout.Tk, device=rho.device)) * rho  # [1 or H, Tk]
     piece = torch.bucketize(u.detach(), term.knots)
-    chosen = (piece[..., None] == torch.arange(term.knots.numel() + 1, device=rho.device)).double()
-
+    chosen = piece[..., None] == torch.arange(term.knots.numel() + 1, device=rho.device)
     # A product, whose gradient is one too: sums without atomics. In float64, as float32 ones may be rounded to 10 bits.
-    def pick(x: Tensor) -> Tensor:
-        x = x.double()
-        return x @ chosen[0].T if chosen.shape[0] == 1 else (chosen @ x[..., None])[..., 0]
-
+    picked = (chosen.double() @ torch.stack((term.offset, term.slope), -1).double()).float()  # [H, Tk, 2]
     first = (term.rho == rho).int().cumprod(-1).sum(-1)
     first = torch.where(first == layout.Tq, layout.Tq, first // BLOCK * BLOCK)
-    return [(pick(term.offset) + pick(term.slope) * u).float(), first.int()]
+    return [picked[..., 0] + picked[..., 1] * u, first.int()]
 
 
 def _operands(terms: list[Term], layout: Layout, scale: float) -> tuple[list[Tensor | None], int, int]:
@@ -488,7 +487,7 @@ def _operands(terms: list[Term], layout: Layout, scale: float) -> tuple[list[Ten
         rho = term.rho
         if not term.knots.numel() and rho.shape[0] == 1 and rho.stride(1) == 0:
             rho = rho[:, :1]  # one for all queries: the kernels need not fetch it for each
-        kind, given = PROFILE, [term.rate.reshape(-1), rho, term.knots, term.slope, term.offset]
+        kind, given = POWER if term.power else PROFILE, [term.rate, rho, term.knots, term.slope, term.offset]
         if term.knots.numel() and layout.causal and layout.cu_seqlens is None and not layout.window:
             more = _table_of(term, layout)
     elif isinstance(term, Distance):

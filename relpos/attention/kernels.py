@@ -71,6 +71,7 @@ class Flags(NamedTuple):
     KP: int = 2  # a power of two that holds the knots, and one for the pieces and what lies above each knot
     PP: int = 1
     ONE: bool = False  # a profile without knots and with one rho for all queries: [1, 1]
+    POWER: bool = False  # a profile of a power of the distance, not of a logarithm
     RANK: int = 0
     RP: int = 16
     HAS_FAR: bool = False  # from `reach` on all distances are alike
@@ -78,8 +79,7 @@ class Flags(NamedTuple):
     BM: int = 0  # queries and keys of a tile, and a power of two that holds its distances
     BN: int = 0
     SPAN: int = 0
-    QM: int = 0  # in backward_k and backward_distance: the block of queries, and of keys, of the kernel before
-    QN: int = 0
+    QM: int = 0  # in backward_k: the block of queries of backward_q
     ROWS: int = 0  # ALL, FIRST or REST
 
 
@@ -201,9 +201,24 @@ def _log2(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _psi(d, rate):
-    """ln(1 + rate |d|)."""
-    return tl.log2(rate * tl.abs(d).to(tl.float32) + 1.0) * LN2
+def _psi(d, rate, F: tl.constexpr):
+    """ln(1 + rate |d|), or |d|^rate."""
+    d = tl.abs(d).to(tl.float32)
+    if F.POWER:
+        return tl.where(d == 0.0, 0.0, tl.exp2(rate * tl.log2(tl.maximum(d, 1.0))))
+    else:
+        return tl.log2(rate * d + 1.0) * LN2
+
+
+@triton.jit
+def _psi_by_rate(d, rate, F: tl.constexpr):
+    """Its derivative. Of the logarithm -1 / (1 + rate |d|), to be divided by the rate: |d| / (1 + rate |d|) less a
+    constant, which may be left out as the rows of dS sum to zero. Large distances, where it nears 1 / rate, must not
+    drown the small ones."""
+    if F.POWER:
+        return _psi(d, rate, F) * tl.log2(tl.maximum(tl.abs(d), 1).to(tl.float32)) * LN2
+    else:
+        return -1.0 / (rate * tl.abs(d).to(tl.float32) + 1.0)
 
 
 @triton.jit
@@ -271,7 +286,7 @@ def _range_of_u(base, rows, rate, rho_lo, rho_hi, F: tl.constexpr):
         b = tl.abs(far)
         near = tl.where((near <= 0) & (far >= 0), 0, tl.minimum(a, b))
         far = tl.maximum(a, b)
-    return _psi(near, rate) * rho_lo * 0.99999 - 1e-6, _psi(far, rate) * rho_hi * 1.00001 + 1e-6
+    return _psi(near, rate, F) * rho_lo * 0.99999 - 1e-6, _psi(far, rate, F) * rho_hi * 1.00001 + 1e-6
 
 
 @triton.jit
@@ -338,14 +353,14 @@ def _pure_queries(m0, end, base, Bounds, head, t, F: tl.constexpr):
 def _add_profile(s, base, q, head, t, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
     """Scores plus a profile with knots, its u, its slope there, and how many knots lie below and up to those of the
     tile."""
-    u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate), TURNED, F) * q.rho
+    u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate, F), TURNED, F) * q.rho
     r0 = q.below
     r1 = q.upto
     if MODE == ANY:
         r0, r1 = _pieces_in(base, F.BM, head, q.rho_lo, q.rho_hi, F)
     piece = _piece(t, head, r0, F)
     s += piece.slope * u + piece.far
-    steep = tl.zeros_like(u) + piece.slope
+    steep = s * 0.0 + piece.slope  # laid out as the scores are
     for k in range(r0, r1):  # it is continuous
         knot = tl.load(t.c + k)
         jump = _jump(t, head.h, k, F) * LOG2E
@@ -385,17 +400,17 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: t
         s -= q.gate * log if F.GATED else log
     if F.KIND == PROFILE:
         if F.ONE:  # its offset is constant along every row, and cancels
-            psi = _psi(base - F.BN + tl.arange(0, F.SPAN), head.rate)
+            psi = _psi(base - F.BN + tl.arange(0, F.SPAN), head.rate, F)
             if TURNED and F.GRAD:  # backward_k needs u itself
                 u = _spread(psi, TURNED, F)
                 s += head.slope * u
             else:
                 s += _spread(head.slope * psi, TURNED, F)
         elif MODE == PURE:
-            u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate), TURNED, F)
+            u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate, F), TURNED, F)
             s += (head.slope * q.rho) * u
         elif F.KNOTS == 0:
-            u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate), TURNED, F) * q.rho
+            u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate, F), TURNED, F) * q.rho
             s += head.slope * u
         else:
             s, u, steep, r0, r1 = _add_profile(s, base, q, head, t, TURNED, MODE, F)
@@ -831,7 +846,7 @@ def _backward_k_tiles(
     a = tl.arange(0, F.BM)
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
     for m0 in range(begin, end, F.BM):
-        r = m0 + a
+        r = tl.multiple_of(m0 + a, 16)  # its first entry is, as every block is; loads are wider then
         mcol = q_off + m0
         q = _features(Q + tl.cast(m0, tl.int64) * q_t, a, q_t, r < Tq, not F.EVEN, F)
         do = _features(DO + tl.cast(m0, tl.int64) * do_t, a, do_t, r < Tq, not F.EVEN, F)
@@ -883,11 +898,8 @@ def _backward_k_tiles(
                 key_sum += _fold(weighted, F.BN, F.BM)
             if F.KIND == PROFILE and F.KNOTS == 0:
                 key_sum += _fold(ds * u, F.BN, F.BM)
-                # |d| / (1 + rate |d|), of which a constant may be left out, as the rows of dS sum to zero: large
-                # distances, where it nears 1 / rate, must not drown the small ones.
-                d = tl.abs(mcol - n0 - F.BN + tl.arange(0, F.SPAN)).to(tl.float32)
-                pull = _spread(1.0 / (head.rate * d + 1.0), True, F)
-                rate_sum -= _fold(ds * (pull if F.ONE else rho * pull), F.BN, F.BM)
+                pull = _spread(_psi_by_rate(mcol - n0 - F.BN + tl.arange(0, F.SPAN), head.rate, F), True, F)
+                rate_sum += _fold(ds * (pull if F.ONE else rho * pull), F.BN, F.BM)
             if F.KIND == PROFILE and F.KNOTS > 0:
                 # These sums run over keys, so keys that are not there must not count.
                 x = ds if F.EVEN else tl.where(j < klen, ds, 0.0)
@@ -906,8 +918,6 @@ def _backward_k_tiles(
                         above = tl.where(u > tl.load(t.c + y), x, 0.0)
                         slopes = _collect(slopes, F.KNOTS + 1 + y, _fold(above * u, F.BN, F.BM), F)
                         offsets = _collect(offsets, F.KNOTS + 1 + y, _fold(above, F.BN, F.BM), F)
-            if F.KIND == DISTANCE and MODE == FAR:
-                key_sum += _fold(ds, F.BN, F.BM)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=F.PREC)
     return dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets
 
@@ -931,7 +941,7 @@ def backward_k(
     dv_b, dv_h, dv_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
-    potential at the keys, or for slopes, a profile without knots or far distances, of which the host takes the sum;
+    potential at the keys, or for slopes and a profile without knots, of which the host takes the sum;
     `DRate`, the same for a profile's rate; `PieceSums` [B, H, blocks, 2, PP], zeroed:
     sums of dS * u and of dS over the tiles that begin on each piece, then over what lies above each knot. With
     CANCEL, `Lse` is relative to the blocks of QM queries of backward_q, which wrote it so."""
@@ -1108,10 +1118,6 @@ def _distance_tiles(
             ok = _visible((a + base)[:, None], a[None, :], klen - n0, j[None, :], lo, hi, F) & ok_k[None, :]
             if F.ROWS == FIRST:
                 ok = ok & (r[:, None] < _first_rows(t, b))
-            if F.QM > 0:
-                # Far tiles of backward_k, whose blocks are QM x QN, are summed there.
-                edge = (tl.maximum(reach + j // F.QN * F.QN + F.QN - 1 - off, 0) + F.QM - 1) // F.QM * F.QM
-                ok = ok & (r[:, None] < edge[None, :])
             w = tl.where(ok, w, 0.0)
         acc += w * (dp - delta[:, None])
     return acc
@@ -1149,8 +1155,7 @@ def backward_distance(
     Delta += h * Tq
     whole = begin  # whole tiles, all of them visible: most programs have no others
     if F.EVEN and not (F.DOCS or F.WINDOW > 0):
-        near = base < reach + (0 if F.QM == 0 else F.QN if F.BM % F.QN == 0 else 1) - F.BM
-        if (q_off % F.BM == 0) & ((base >= F.BN) | (not F.CAUSAL)) & (near | (F.QM == 0)):
+        if (q_off % F.BM == 0) & ((base >= F.BN) | (not F.CAUSAL)):
             whole = end
         acc = _distance_tiles(acc, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t,
                               H, Tq, Tk, q_off, c2, reach, base, block, blocks, begin, whole, t, False, F)  # fmt: skip

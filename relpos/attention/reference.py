@@ -63,7 +63,7 @@ def term_bias(term: Term, layout: Layout, rows: slice | None = None, keys: int |
         index = (d + term.origin).clamp(0, term.values.shape[1] - 1)
         return term.values[:, index].transpose(0, 1)
     if isinstance(term, Profile):
-        u = torch.log1p(term.rate[:, None, None] * d.abs()[:, None]) * term.rho[:, None, rows, None]
+        u = term.psi(d).transpose(0, 1) * term.rho[:, None, rows, None]
         if not term.knots.numel():
             return term.offset[:, :, None] + term.slope[:, :, None] * u
         piece = torch.bucketize(u.detach(), term.knots)  # [1 or B, 1 or H, q, keys]
@@ -86,7 +86,7 @@ def line(term: Term, d: Tensor, one_rho: bool) -> Tensor | None:
     if isinstance(term, Distance):
         return term.values[:, (d + term.origin).clamp(0, term.values.shape[1] - 1)]
     if isinstance(term, Profile) and one_rho:
-        u = torch.log1p(term.rate[:, None] * d) * term.rho[:1, :1]
+        u = term.psi(d) * term.rho[:1, :1]
         if not term.knots.numel():
             return term.offset + term.slope * u
         piece = torch.bucketize(u, term.knots).expand(term.slope.shape[0], -1)

@@ -11,15 +11,15 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from relpos.encodings.base import DistanceEncoding, wide
+from relpos.encodings.base import Encoding, wide
 from relpos.terms import Context, Profile, Term
 
 FLOOR = 0.01
 
 
-class Kerple(DistanceEncoding):
+class Kerple(Encoding):
     title = "KERPLE"
     formula = "-p_h ln(1 + a_h |d|), or -a_h |d|^p_h"
     paper = "https://arxiv.org/abs/2205.09921"
@@ -45,18 +45,10 @@ class Kerple(DistanceEncoding):
         nn.init.uniform_(self.a, 0, 1)
 
     def terms(self, ctx: Context) -> list[Term]:
-        if self.form == "power":
-            return super().terms(ctx)
+        a, p = wide(self.a).clamp(min=FLOOR), wide(self.p).clamp(min=FLOOR)
+        rate, slope = (p.clamp(max=2), -a) if self.form == "power" else (a, -p)
         # A profile without knots: a logarithm is cheaper to take again in a kernel than to fetch.
-        rate, slope = wide(self.a).clamp(min=FLOOR), -wide(self.p).clamp(min=FLOOR)[:, None]
         rho = torch.ones(1, 1, dtype=rate.dtype, device=rate.device).expand(1, ctx.layout.Tq)
-        return [Profile(rate, rho, rate.new_empty(0), slope, torch.zeros_like(slope))]
-
-    def by_distance(self, d: Tensor) -> Tensor:
-        """The power form."""
-        shape = (self.heads, *[1] * d.dim())
-        a = wide(self.a).clamp(min=FLOOR).view(shape)
-        p = wide(self.p).clamp(min=FLOOR, max=2).view(shape)
-        # d = 0 gives 0 whatever p; keeping it out of pow keeps 0 * log 0 out of the gradient of p.
-        far = d.abs().clamp(min=1)
-        return -a * torch.where(d == 0, 0.0, far**p)
+        slope = slope[:, None]
+        knots = rate.new_empty(0)
+        return [Profile(rate, rho, knots, slope, torch.zeros_like(slope), power=self.form == "power")]

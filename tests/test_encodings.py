@@ -154,8 +154,9 @@ def test_a_bfloat16_model_keeps_float32_positions(case):
         assert torch.equal(rotation.k_sin, expected.k_sin) and torch.equal(rotation.q_cos, expected.q_cos)
     if state is not None:
         assert state.dtype == torch.float32
-        assert (state.diff(dim=-1) >= 0).all()
-        assert (state.diff(dim=-1) == 0).float().mean() < 0.9  # a bfloat16 sum stalls
+        sums = state[:, :2]  # behind them CABLE has its gates
+        assert (sums.diff(dim=-1) >= 0).all()
+        assert (sums.diff(dim=-1) == 0).float().mean() < 0.9  # a bfloat16 sum stalls
     rows = slice(T - 2, T)
     bias, there = reference.bias_of(terms, layout, 2, rows), reference.bias_of(same, layout, 2, rows)
     assert bias.dtype == torch.float32

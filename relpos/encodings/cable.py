@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -57,13 +58,18 @@ class Cable(Encoding):
                 nn.init.normal_(linear.weight, std=0.02)
                 nn.init.zeros_(linear.bias)
 
-    # Contiguous, because compiled code expects the gradient of softplus to be laid out as its input.
-
     def key_state(self, hidden: Tensor, layout: Layout, past: Tensor | None = None) -> Tensor:
-        z = wide(self.step(hidden)).transpose(1, 2).contiguous()
-        return running_sum(F.softplus(z) if self.form == "softplus" else F.relu(z), layout, past)
+        """S of every head, and where there are gates these behind them: one product gives both."""
+        linears = [linear for linear in (self.step, self.gate) if linear is not None]
+        weight, bias = torch.cat([x.weight for x in linears]), torch.cat([x.bias for x in linears])
+        z = wide(F.linear(hidden, weight, bias)).transpose(1, 2)
+        # Contiguous, because compiled code expects the gradient of softplus to be laid out as its input.
+        steps, gates = z[:, : self.heads].contiguous(), z[:, self.heads :].contiguous()
+        steps = F.softplus(steps) if self.form == "softplus" else F.relu(steps)
+        total = running_sum(steps, layout, None if past is None else past[:, : self.heads])
+        return total if self.gate is None else torch.cat([total, F.softplus(gates)], 1)
 
     def terms(self, ctx: Context) -> list[Term]:
-        assert ctx.hidden is not None and ctx.state is not None
-        gate = None if self.gate is None else F.softplus(wide(self.gate(ctx.hidden)).transpose(1, 2).contiguous())
-        return [Potential(ctx.q_state(), ctx.state, gate, log=self.form == "kernel")]
+        assert ctx.state is not None
+        query, gate = ctx.q_state().split(self.heads, 1) if self.gate is not None else (ctx.q_state(), None)
+        return [Potential(query, ctx.state[:, : self.heads], gate, log=self.form == "kernel")]

@@ -462,10 +462,12 @@ def dense(r: Results) -> str:
         if spec in PAPER_DENSE:
             at = dict(zip(PAPER_DENSE_LENGTHS, PAPER_DENSE[spec], strict=True))
             rows.append(["", "paper", *[f"{at[n]:.2f}" if n in at else "-" for n in lengths]])
+    based = any(x["run"]["implementation"] != "dense" for x in r.dense)
+    bases = "; so did, to compare with, the encodings they are built around" if based else ""
     return (
         "## Encodings that need dense attention\n\nThey rescore whole rows of scores, so no fused kernel runs them, "
-        f"and they got {fixed['tokens'] / 1e6:.1f}M tokens ({fixed['steps']} steps); so did, to compare with, the "
-        "encodings they are built around. Do not compare this table with the ones above: dense attention is slow, so "
+        f"and they got {fixed['tokens'] / 1e6:.1f}M tokens ({fixed['steps']} steps){bases}. "
+        "Do not compare this table with the ones above: dense attention is slow, so "
         f"the test is shorter as well: {told(v['evaluation'][0])}, `blocks`, up to {lengths[-1]}. The paper's numbers: "
         "FineWeb-Edu, trained at 512.\n\n" + table(["encoding", "", *map(str, lengths)], rows)
     )

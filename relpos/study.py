@@ -804,8 +804,10 @@ def run(study: Study) -> list[Outcome]:
     if there:
         say(f"already there: {', '.join(outcome.job.name for outcome in there)}")
     outcomes = there + Runner(study).run(missing)
-    if all(path.name == LOCK for path in work.iterdir()):  # else one failed, or another study is at work here
-        shutil.rmtree(work, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another study that worked here may have removed it
+        if all(path.name == LOCK for path in work.iterdir()):  # else one failed, or another study is at work
+            (work / LOCK).unlink(missing_ok=True)
+            work.rmdir()
     return outcomes
 
 

@@ -265,6 +265,14 @@ def test_save_and_load_keep_everything(tmp_path):
     torch.testing.assert_close(small.map("bias")[:, 5:, :5], made.map("bias")[:, 5:, :5], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("spec", ["kerple", "kerple:form=power", "cable:form=kernel", "t5"])
+def test_plain_fields_are_kept(spec, tmp_path):
+    made = capture.from_model(ours(spec), tokens=ids(), length=LENGTH)
+    held = capture.load(made.save(tmp_path / "a.safetensors"))
+    bias = made.map("bias")
+    assert torch.equal(held.map("bias"), bias) and torch.equal(held.map("bias", heads=[1])[0], bias[1])
+
+
 def test_an_encoding_with_nothing_to_store(tmp_path):
     made = capture.from_spec("rope", length=8)
     assert torch.equal(capture.load(made.save(tmp_path / "r.safetensors")).map("scores"), made.map("scores"))

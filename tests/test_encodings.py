@@ -138,6 +138,24 @@ def test_builds_on_the_meta_device(case):
     assert all(parameter.is_meta for parameter in encoding.parameters())
 
 
+def test_cable_calls_projections_that_are_no_plain_linear():
+    """Adapters and quantized layers stand in for them."""
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    cable = encodings.build("cable", heads=2, head_dim=4)
+    hidden = torch.randn(1, 5, 8)
+    layout = Layout(5, 5, torch.device("cpu"))
+    plain = cable.key_state(hidden, layout)
+    doubled = Doubled(8, 2)
+    doubled.load_state_dict(cable.step.state_dict())
+    cable.step = doubled
+    state = cable.key_state(hidden, layout)
+    torch.testing.assert_close(state, torch.cat([2 * plain[:, :2], plain[:, 2:]], 1))
+
+
 @every
 def test_a_bfloat16_model_keeps_float32_positions(case):
     """600 tokens: beyond 256, bfloat16 does not hold every whole number."""

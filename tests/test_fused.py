@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import relpos
 from relpos import UserError, encodings
+from relpos.attention import attend as attend_terms
 from relpos.attention import decode, fused, reference, rotary
 from relpos.encodings import build
 from relpos.models import RelPosConfig, RelPosForCausalLM
@@ -145,7 +146,7 @@ def test_whole_blocks(spec):
     compare(spec, HALF, T=128, B=1, heads=2, key_heads=1)
 
 
-@pytest.mark.parametrize("spec", ["alibi", "t5:buckets=8,max_distance=40", "kerple:form=power", "cable"])
+@pytest.mark.parametrize("spec", ["alibi", "t5:buckets=8,max_distance=40", "t5:form=clipped,clip=999", "cable"])
 def test_whole_blocks_that_begin_elsewhere(spec):
     for offset in (5, 64):
         compare(spec, HALF, T=256, Tq=128, B=2, heads=2, key_heads=1, q_offset=offset)
@@ -232,7 +233,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("spec", ["cable", "kerple:form=power", "kerple", "fire:width=2"])
+@pytest.mark.parametrize("spec", ["cable", "kerple:form=power", "t5:form=clipped,clip=9999", "fire:width=2"])
 def test_nothing_is_quadratic(spec, monkeypatch):
     monkeypatch.undo()  # the real blocks
     T = 4096 if GPU else 320
@@ -318,6 +319,35 @@ def test_it_says_why_it_cannot():
     refuses("soft-cap", softcap=30.0)
     refuses("sinks", sinks=torch.zeros(2, device=DEVICE))
     refuses("dropout", dropout=0.1)
+    rate, slope = torch.ones(2), torch.ones(2, 2)
+    term = relpos.terms.Profile(rate, torch.ones(1, 6), torch.ones(1), slope, slope, power=True)
+    layout = relpos.terms.Layout(Tq=6, Tk=6, device=q.device)
+    assert "logarithm" in (fused.unsupported([term], layout) or "")
+
+
+@pytest.mark.parametrize("spec", ["fire:width=4,length=300", "kerple", "cable", "t5"])
+def test_an_encoding_in_float64_beside_narrower_queries(spec):
+    encoding = build(spec, heads=2, head_dim=8).to(DEVICE).double()
+    q, k, v, hidden = (torch.randn(1, 2, 20, 8, device=DEVICE) for _ in range(4))
+    hidden = hidden.transpose(1, 2).flatten(2).double()
+    ours, plain = (
+        relpos.attention(q, k, v, encoding, hidden=hidden, impl=impl).float() for impl in ("fused", "reference")
+    )
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("size", "origin"), [(1, 0), (9, 3), (60, 20)])
+def test_tables_of_any_size(size, origin, causal):
+    """Of one entry, and with more of the past than of the future."""
+    layout = relpos.terms.Layout(Tq=37, Tk=37, device=torch.device(DEVICE), causal=causal)
+    q, k, v, cotangent = (torch.randn(1, 2, 37, 8, device=DEVICE) for _ in range(4))
+    values = torch.randn(2, size, device=DEVICE, requires_grad=True)
+    grads = []
+    for impl in ("fused", "reference"):
+        out = attend_terms(q, k, v, [relpos.terms.Distance(values, origin, None)], layout, impl=impl)
+        grads.append(torch.autograd.grad(out, values, cotangent)[0])
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
 
 
 def test_a_new_encoding_meets_the_kernels(tmp_path):

@@ -89,6 +89,8 @@ def unsupported(terms: list[Term], layout: Layout, *, rescores: bool = False) ->
         return "explicit positions may have gaps, and its tiles count distances in columns"
     if isinstance(term, Profile) and not term.knots.numel() and term.rho.requires_grad:
         return "a profile without knots has no gradient for rho"
+    if isinstance(term, Profile) and term.knots.numel() and term.power:
+        return "only the profile of a logarithm may have knots"
     if isinstance(term, Bank) and term.bank.shape[0] > 128:
         return f"its tiles hold banks of at most 128 profiles, not {term.bank.shape[0]}"
     if isinstance(layout.q_offset, Tensor) and layout.cu_seqlens is not None:
@@ -240,7 +242,7 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
     by_gate = maybe(gated, *lse.shape)
     # With slopes and linear potentials, what backward_k needs of a row is relative to the row's block here.
     local = torch.empty_like(lse) if call.flags["CANCEL"] and kind in (SLOPE, POTENTIAL) else lse
-    by_key = maybe(kind not in (DISTANCE, BANK), call.B, call.H, call.Tk)
+    by_key = maybe(kind not in (DISTANCE, BANK) and not knots, call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tk)
     bounds = lse.new_empty(call.B, -(-call.Tq // call.blocks("backward_q")[0]), 2) if knots else delta
     for part in calls:
@@ -259,7 +261,7 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
         part.launch(
             "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
             [q, k, v, do, local, delta, dk, dv, by_key, by_rate, pieces, bounds], [q, k, v, do, dk, dv],
-            [scale, part.reach], GRAD=by_key is not delta and part is call, QM=QM,
+            [scale, part.reach], GRAD=grad and kind not in (DISTANCE, BANK) and part is call, QM=QM,
         )  # fmt: skip
 
     grads: dict[int, Tensor] = {}
@@ -334,7 +336,7 @@ def _distance_gradient(call: _Call, inputs: list[Tensor], values: Tensor) -> Ten
     far = reach < call.Tk - 1
     n, before, count, shares = _diagonals(call, "backward_distance", reach - 1 if far else call.Tk - 1)
     out = values.new_empty(shares, call.H, count, 2 * n)
-    call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4], [reach, call.B, -before])
+    call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4], [call.B, -before])
     sums = _by_distance(out.sum(0).permute(1, 2, 0), n).T  # [H, distances]
     zero = (before + 1) * n  # column of distance 0
     low, high = zero - origin, zero + reach + (not far)  # columns that have entries of their own
@@ -353,8 +355,7 @@ def _table_gradient(call: _Call, inputs: list[Tensor]) -> Tensor:
     """Of a profile's values by distance, [H, Tk]."""
     n, before, count, shares = _diagonals(call, "backward_distance", call.Tk - 1)
     out = inputs[4].new_empty(shares, call.H, count, 2 * n)
-    call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4],
-                [call.reach, call.B, -before])  # fmt: skip
+    call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4], [call.B, -before])
     sums = _by_distance(out.sum(0).permute(1, 2, 0), n).T
     return sums[:, n : n + call.Tk].contiguous()
 
@@ -363,7 +364,7 @@ def _bank_gradient(call: _Call, inputs: list[Tensor], bank: Tensor) -> Tensor:
     size = min(bank.shape[1], call.Tk)
     n, before, count, shares = _diagonals(call, "backward_bank", size - 1)
     out = inputs[4].new_empty(shares, count, 2 * n, call.flags["RP"])
-    call.launch("backward_bank", (count, shares), [*inputs, out], inputs[:4], [call.reach, call.B, -before])
+    call.launch("backward_bank", (count, shares), [*inputs, out], inputs[:4], [call.B, -before])
     line = _by_distance(out.sum(0), n)[(before + 1) * n :][:size, : bank.shape[0]]
     grad = torch.zeros_like(bank)
     grad[:, : line.shape[0]] = line.T
@@ -467,7 +468,7 @@ def _table_of(term: Profile, layout: Layout) -> list[Tensor]:
     picked = (chosen.double() @ torch.stack((term.offset, term.slope), -1).double()).float()  # [H, Tk, 2]
     first = (term.rho == rho).int().cumprod(-1).sum(-1)
     first = torch.where(first == layout.Tq, layout.Tq, first // BLOCK * BLOCK)
-    return [picked[..., 0] + picked[..., 1] * u, first.int()]
+    return [_flat(picked[..., 0] + picked[..., 1] * u), first.int()]
 
 
 def _operands(terms: list[Term], layout: Layout, scale: float) -> tuple[list[Tensor | None], int, int]:

@@ -290,9 +290,9 @@ def _range_of_u(base, rows, rate, rho_lo, rho_hi, F: tl.constexpr):
 
 
 @triton.jit
-def _pieces_in(base, rows, head, rho_lo, rho_hi, F: tl.constexpr):
+def _pieces_in(base, head, rho_lo, rho_hi, F: tl.constexpr):
     """Knots below the smallest and below the largest u of a tile. A knot too many costs time alone."""
-    lo, hi = _range_of_u(base, rows, head.rate, rho_lo, rho_hi, F)
+    lo, hi = _range_of_u(base, F.BM, head.rate, rho_lo, rho_hi, F)
     return tl.sum((head.knots < lo).to(tl.int32), 0), tl.sum((head.knots < hi).to(tl.int32), 0)
 
 
@@ -314,7 +314,7 @@ def _jump(t, h, k, F: tl.constexpr):
 def _pure_keys(n0, end, mcol, info, head, t, F: tl.constexpr):
     """For a block of queries: where the run of tiles on one piece that begins at key n0 ends, n0 if there is none; and
     how many knots lie below and up to the u of its first tile."""
-    r0, r1 = _pieces_in(mcol - n0, F.BM, head, info.rho_lo, info.rho_hi, F)
+    r0, r1 = _pieces_in(mcol - n0, head, info.rho_lo, info.rho_hi, F)
     stop = end
     if r0 > 0:
         # The nearest distance whose u is above the last knot below: that of the run's last tile must be farther.
@@ -357,7 +357,7 @@ def _add_profile(s, base, q, head, t, TURNED: tl.constexpr, MODE: tl.constexpr, 
     r0 = q.below
     r1 = q.upto
     if MODE == ANY:
-        r0, r1 = _pieces_in(base, F.BM, head, q.rho_lo, q.rho_hi, F)
+        r0, r1 = _pieces_in(base, head, q.rho_lo, q.rho_hi, F)
     piece = _piece(t, head, r0, F)
     s += piece.slope * u + piece.far
     steep = s * 0.0 + piece.slope  # laid out as the scores are
@@ -1046,10 +1046,11 @@ def backward_k(
         if F.GRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1
-            total = tl.sum(key_sum, 1)
-            if F.RAW and F.GATED:
-                total *= scale
-            tl.store(DKey + at, tl.where(j1 < klen, total, 0.0), mask=j1 < Tk)
+            if F.KNOTS == 0:
+                total = tl.sum(key_sum, 1)
+                if F.RAW and F.GATED:
+                    total *= scale
+                tl.store(DKey + at, tl.where(j1 < klen, total, 0.0), mask=j1 < Tk)
             if F.KNOTS > 0:
                 rate_sum *= LN2
                 n = tl.arange(0, F.PP)
@@ -1092,7 +1093,7 @@ def _blocks_on(base, q_off, Tq, Tk, F: tl.constexpr):
 @triton.jit
 def _distance_tiles(
     acc, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t, H, Tq, Tk, q_off, c2,
-    reach, base, first, blocks, begin, end, t, MASKED: tl.constexpr, F: tl.constexpr,
+    base, first, blocks, begin, end, t, MASKED: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     a = tl.arange(0, F.BM)
     for x in range(begin, end):
@@ -1126,7 +1127,7 @@ def _distance_tiles(
 @triton.jit
 def backward_distance(
     Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, reach, B, first,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, B, first,
     F: tl.constexpr,
 ):  # fmt: skip
     """Sums of dS along the diagonals. One program owns a head and the block diagonal of distances around `base`, walks
@@ -1158,9 +1159,9 @@ def backward_distance(
         if (q_off % F.BM == 0) & ((base >= F.BN) | (not F.CAUSAL)):
             whole = end
         acc = _distance_tiles(acc, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t,
-                              H, Tq, Tk, q_off, c2, reach, base, block, blocks, begin, whole, t, False, F)  # fmt: skip
+                              H, Tq, Tk, q_off, c2, base, block, blocks, begin, whole, t, False, F)  # fmt: skip
     acc = _distance_tiles(acc, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t,
-                          H, Tq, Tk, q_off, c2, reach, base, block, blocks, whole, end, t, True, F)  # fmt: skip
+                          H, Tq, Tk, q_off, c2, base, block, blocks, whole, end, t, True, F)  # fmt: skip
     program = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     tl.store(Out + program * F.SPAN + tl.arange(0, F.SPAN), tl.sum(_slide(acc, False, F), 0))
 
@@ -1168,7 +1169,7 @@ def backward_distance(
 @triton.jit
 def backward_bank(
     Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, reach, B, first,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, B, first,
     F: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a bank. As `backward_distance`, but all heads share it, and each query weighs its distances by a row

@@ -239,7 +239,7 @@ class Capture:
                     value = getattr(term, item.name)
                     if isinstance(value, Tensor):
                         tensors[f"layer.{number}.term.{index}.{item.name}"] = value
-                    elif isinstance(value, (bool, int, float)):
+                    elif isinstance(value, (bool, int, float)) and value != item.default:
                         entry[item.name] = value
                 listed.append(entry)
             if layer.q is not None and layer.k is not None:

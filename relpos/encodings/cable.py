@@ -36,7 +36,6 @@ class Cable(Encoding):
     formula = FORMULAS["weighted"]
     paper = "https://arxiv.org/abs/2503.08067"
     content = True
-    decode_state = "S_j, one float32 per key and head"
 
     def __init__(
         self,
@@ -51,6 +50,8 @@ class Cable(Encoding):
         self.form, self.formula = form, FORMULAS[form]
         self.step = nn.Linear(hidden_size, heads)
         self.gate = nn.Linear(hidden_size, heads) if form in ("weighted", "kernel") else None
+        gated = "S_j and g_j, two float32 per key and head"
+        self.decode_state = "S_j, one float32 per key and head" if self.gate is None else gated
 
     def reset_parameters(self) -> None:
         for linear in (self.step, self.gate):
@@ -61,8 +62,12 @@ class Cable(Encoding):
     def key_state(self, hidden: Tensor, layout: Layout, past: Tensor | None = None) -> Tensor:
         """S of every head, and where there are gates these behind them: one product gives both."""
         linears = [linear for linear in (self.step, self.gate) if linear is not None]
-        weight, bias = torch.cat([x.weight for x in linears]), torch.cat([x.bias for x in linears])
-        z = wide(F.linear(hidden, weight, bias)).transpose(1, 2)
+        if all(type(linear) is nn.Linear for linear in linears):
+            weight, bias = torch.cat([x.weight for x in linears]), torch.cat([x.bias for x in linears])
+            z = F.linear(hidden, weight, bias)
+        else:  # adapted or quantized
+            z = torch.cat([linear(hidden) for linear in linears], -1)
+        z = wide(z).transpose(1, 2)
         # Contiguous, because compiled code expects the gradient of softplus to be laid out as its input.
         steps, gates = z[:, : self.heads].contiguous(), z[:, self.heads :].contiguous()
         steps = F.softplus(steps) if self.form == "softplus" else F.relu(steps)

@@ -302,10 +302,12 @@ def training(folder: Path) -> str:
         rows.append([*row, met(slow, 1.0)])
     notes = [f"- {note}: {names}" for note, names in _notes(f["rows"]).items()]
     head = ["", *[f"{n:,}" for n in lengths], *[f"GiB, {n:,}" for n in lengths], "met"]
+    commits = sorted({row["commit"][:7] for row in f["rows"] if row.get("commit")})
+    made = f", the code of {'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}" if commits else ""
     return (
         f"### A training step\n\n`benchmarks/training_step.py` on one {f['machine']}, PyTorch "
-        f"{f['versions']['torch']}: {f['what']}. Tokens per second (of nanoGPT's) by length, and peak memory. The rows "
-        f"marked as given were not measured here: they are figures given to us for the same kind of GPU, an "
+        f"{f['versions']['torch']}{made}: {f['what']}. Tokens per second (of nanoGPT's) by length, and peak memory. "
+        f"The rows marked as given were not measured here: they are figures given to us for the same kind of GPU, an "
         f"{given['machine']} (`results/nanogpt-h200.json`). Target: nanoGPT's speed, in less memory than its "
         f"{given['peak_gib']} GiB.\n\n"
         + table(head, rows)

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.parse
 from pathlib import Path
 
 import httpx
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -25,6 +27,7 @@ from relpos.errors import UserError
 from relpos.explorer import Library, playground, wire
 from relpos.explorer.server import MAX_BODY, Running
 from relpos.explorer.sources import MAX_TEXT, MAX_TOKENS
+from relpos.figures import style
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.xdist_group("explorer")
@@ -117,6 +120,19 @@ def test_long_maps_come_as_block_means_and_one_head_cell_by_cell():
     low, high = data["layer.0.map.bias.range"][0]
     cells = low + data["layer.0.map.bias"][0] / 65534 * (high - low)
     assert np.abs(cells - whole[np.tril_indices(1100)]).max() <= (high - low) / 65535
+
+
+@pytest.mark.parametrize(
+    ("signed", "value", "place"), [(False, 0.0, 1.0), (False, -3.0, 1.0), (True, 0.0, 0.5), (True, 2.0, 1.0)]
+)
+def test_a_flat_head_has_the_colour_it_has_in_figures(signed, value, place):
+    made = types.SimpleNamespace(kind="bias", signed=signed)
+    norm = wire.norm(value, value, made)
+    at = (value - norm["low"]) / (norm["high"] - norm["low"])
+    scale, table = style.colours(value, value, "bias", signed)
+    assert at == place
+    palette = style.DIVERGING if norm["palette"] == style.DIVERGING.name else matplotlib.colormaps[norm["palette"]]
+    assert palette(at) == pytest.approx(table(scale(value)))
 
 
 def test_profile_and_window(client, library):

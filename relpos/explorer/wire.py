@@ -40,6 +40,9 @@ def palettes() -> dict[str, list[int]]:
 
 def norm(low: float, high: float, made: _maps.Maps) -> dict[str, Any]:
     """How the figures would colour a map with this range."""
+    if low == high and made.kind != "weights":  # one value: the page has no palette of one colour, but its place in one
+        size = abs(low) or 1.0
+        low, high = (-size, size) if made.signed else (low - 1, low)
     scale, table = colours(low, high, made.kind, made.signed)
     return {
         "log": isinstance(scale, matplotlib.colors.LogNorm),

@@ -273,6 +273,12 @@ def test_plain_fields_are_kept(spec, tmp_path):
     assert torch.equal(held.map("bias"), bias) and torch.equal(held.map("bias", heads=[1])[0], bias[1])
 
 
+def test_a_table_that_is_added_to_the_embeddings_is_not_held(tmp_path):
+    made = capture.from_model(ours("learned"), tokens=ids(), length=LENGTH)
+    held = capture.load(made.save(tmp_path / "a.safetensors"))
+    assert not held.parameters and not held.has_bias() and torch.equal(held.map("scores"), made.map("scores"))
+
+
 def test_an_encoding_with_nothing_to_store(tmp_path):
     made = capture.from_spec("rope", length=8)
     assert torch.equal(capture.load(made.save(tmp_path / "r.safetensors")).map("scores"), made.map("scores"))

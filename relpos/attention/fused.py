@@ -292,7 +292,7 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
             grads[D], grads[E] = of_pieces[..., 0].contiguous(), of_pieces[..., 1].contiguous()
             grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
             if wants & F_:
-                grads[F_] = _table_gradient(calls[0], inputs)
+                grads[F_] = _distance_gradient(calls[0], inputs, f)
         else:
             grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
             of_rate = of_rate * d[:, 0] / (1 if call.flags["POWER"] else a.clamp(min=1e-12))
@@ -349,15 +349,6 @@ def _distance_gradient(call: _Call, inputs: list[Tensor], values: Tensor) -> Ten
     if far:
         grad[:, -1] = -grad[:, :-1].sum(1)
     return grad
-
-
-def _table_gradient(call: _Call, inputs: list[Tensor]) -> Tensor:
-    """Of a profile's values by distance, [H, Tk]."""
-    n, before, count, shares = _diagonals(call, "backward_distance", call.Tk - 1)
-    out = inputs[4].new_empty(shares, call.H, count, 2 * n)
-    call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4], [call.B, -before])
-    sums = _by_distance(out.sum(0).permute(1, 2, 0), n).T
-    return sums[:, n : n + call.Tk].contiguous()
 
 
 def _bank_gradient(call: _Call, inputs: list[Tensor], bank: Tensor) -> Tensor:

@@ -294,7 +294,8 @@ def _record_ours(body: Any, tokens: Tensor, wanted: list[int]) -> dict[int, Laye
 
 
 def _keep_parameters(made: Capture, body: Any) -> None:
-    """The trained positional parameters of every layer."""
+    """The trained positional parameters of every layer; not a table that is added to the embeddings, which no map shows
+    but through q and k."""
     config = body.config
     specs = config.layer_encodings()
     made.modules = list(body.encodings.of_layer)
@@ -305,6 +306,8 @@ def _keep_parameters(made: Capture, body: Any) -> None:
         "hidden_size": config.hidden_size,
     }
     for number, encoding in enumerate(body.encodings):
+        if not encoding.additive and not encoding.rescores:
+            continue
         for key, value in encoding.state_dict().items():
             made.parameters[f"{number}.{key}"] = value.detach().float().cpu().clone()
 

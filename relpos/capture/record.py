@@ -90,6 +90,8 @@ class Capture:
             return None
         module = self.modules[layer]
         built = encodings.build(self.specs[module], reset=False, allow_file=False, **self.geometry)
+        if not built.additive and not built.rescores:
+            return built  # whatever it has trained is not held
         prefix = f"{module}."
         state = {key[len(prefix) :]: value for key, value in self.parameters.items() if key.startswith(prefix)}
         try:

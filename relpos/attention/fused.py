@@ -19,6 +19,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from relpos.attention import decode
 from relpos.terms import Bank, Distance, Layout, Potential, Profile, Slope, Term
@@ -164,9 +165,10 @@ class _Call:
             size = a.shape[1]
             more["HAS_FAR"] = rows == ALL
         elif kind == BANK:
-            strides[0] = 0 if a.shape[0] == 1 else a.stride(0)
+            strides[0] = 0 if c.shape[0] == 1 else c.stride(0)
+            strides[2] = d.shape[1]
             size = b.shape[1]
-            more |= {"RANK": b.shape[0], "RP": max(16, _power(b.shape[0])), "HAS_FAR": True}
+            more |= {"RANK": b.shape[0], "RP": d.shape[0], "HAS_FAR": True}
         if rows != ALL:
             strides[3] = int(first.numel() > 1)
         self.reach = size - origin - (kind == DISTANCE)
@@ -462,7 +464,23 @@ def _table_of(term: Profile, layout: Layout) -> list[Tensor]:
     return [_flat(picked[..., 0] + picked[..., 1] * u), first.int()]
 
 
-def _operands(terms: list[Term], layout: Layout, scale: float) -> tuple[list[Tensor | None], int, int]:
+BANK_BEFORE = 128  # as in kernels.py
+BANK_BEHIND = 256  # at least as many as a tile has distances
+
+
+def _for_products(term: Bank, dtype: torch.dtype) -> list[Tensor]:
+    """The rows and the bank as the kernels multiply them: of their dtype, 16 profiles or the next power of two, and
+    zeros around the bank. Gradients do not come this way."""
+    rank, size = term.bank.shape
+    more = max(16, _power(rank)) - rank
+    behind = BANK_BEHIND + -size % 16
+    rows = pad(term.query.detach(), (0, more)) if more else term.query.detach()
+    return [rows.to(dtype).contiguous(), pad(term.bank.detach(), (BANK_BEFORE, behind, 0, more)).to(dtype)]
+
+
+def _operands(
+    terms: list[Term], layout: Layout, scale: float, dtype: torch.dtype
+) -> tuple[list[Tensor | None], int, int]:
     """The kernels' operands a .. f, for how many queries f holds, the kind and the origin."""
     term = terms[0] if terms else None
     given: list[Tensor] = []
@@ -487,6 +505,8 @@ def _operands(terms: list[Term], layout: Layout, scale: float) -> tuple[list[Ten
     elif isinstance(term, Bank):
         kind, given = BANK, [term.query, term.bank]
     filled: list[Tensor | None] = [*map(_flat, given), *[None] * (5 - len(given))]
+    if isinstance(term, Bank):
+        filled[2:4] = _for_products(term, dtype)
     return [*filled, *(more or (None, None))], kind, origin
 
 
@@ -534,7 +554,7 @@ def attend(
         number = torch.bucketize(torch.arange(layout.Tk, device=q.device), layout.cu_seqlens, right=True)
         docs = torch.stack((borders[number - 1], borders[number])).contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    given, kind, origin = _operands(terms, layout, scale)
+    given, kind, origin = _operands(terms, layout, scale, q.dtype)
     start = 0 if isinstance(offset, Tensor) else int(offset)
     how = (meta, docs, kind, origin, layout.causal, layout.window or 0, start, float(scale))
     if not torch.compiler.is_compiling():

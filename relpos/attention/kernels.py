@@ -13,7 +13,10 @@ What the term operands `a` .. `e` hold, by KIND (shapes as in relpos/terms.py):
 | POTENTIAL, LOG | S at queries         | S at keys     | gate         |                |                 |
 | PROFILE        | rate [1 or H]        | rho [., Tq]   | knots [K]    | slope [H, K+1] | offset [H, K+1] |
 | DISTANCE       | values [H, size]     |               |              |                |                 |
-| BANK           | rows [., H, Tq, R]   | bank [R, size]|              |                |                 |
+| BANK           | for the host         | for the host  | rows         | bank           |                 |
+
+A bank's rows [., H, Tq, RP] and the bank [RP, BANK_BEFORE + size + zeros, g_b in all] come in the dtype of q and k, as
+the bias is a product like theirs, with zeros around them.
 
 A profile with knots and one rho for the FIRST queries of an entry (all, or a multiple of every block) is a table by
 distance to them: one launch takes these queries as DISTANCE, another the REST as PROFILE, where most tiles lie on one
@@ -45,6 +48,7 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
+BANK_BEFORE = tl.constexpr(128)  # zeros, at least as many as a tile has distances below zero
 # Of tiles: any; beyond the reach of a table or bank; on one piece of a profile; on several, which the caller counted.
 ANY, FAR, PURE, MIXED = (tl.constexpr(n) for n in range(4))
 # Of queries: all; the first of each batch entry, as many as Term.first says; the others.
@@ -90,7 +94,7 @@ class Term(NamedTuple):
     d: Any
     e: Any
     first: Any  # [1 or B]
-    q_b: Any  # batch strides: what belongs to queries, keys, gates, `first`; 0 where the batch shares it
+    q_b: Any  # batch strides: what belongs to queries, keys, gates (of a bank: its row's), `first`; 0 where shared
     k_b: Any
     g_b: Any
     first_b: Any
@@ -164,12 +168,11 @@ def _per_query(t, b, h, r, Tq, F: tl.constexpr):
 
 
 @triton.jit
-def _mix(t, b, h, r, Tq, dtype, F: tl.constexpr):
+def _mix(t, b, h, r, Tq, F: tl.constexpr):
     """Rows of a bank, [queries, RP]."""
-    n = tl.arange(0, F.RP)
-    r = tl.minimum(r, Tq - 1)
-    at = (h * Tq + r)[:, None] * F.RANK + n[None, :]
-    return tl.load(t.a + b * t.q_b + at, mask=n[None, :] < F.RANK, other=0.0).to(dtype)
+    if not F.EVEN:
+        r = tl.minimum(r, Tq - 1)
+    return tl.load(t.c + b * t.q_b + (h * Tq + r)[:, None] * F.RP + tl.arange(0, F.RP)[None, :])
 
 
 @triton.jit
@@ -233,9 +236,27 @@ def _nothing(M: tl.constexpr):
 
 
 @triton.jit
-def _pick(x, at, M: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr):
-    """x[at], [M, N], of x seen as a vector of SIZE: through shared memory, straight into the layout of the scores."""
-    return tl.reshape(tl.gather(tl.reshape(x, (SIZE,)), tl.reshape(at, (M * N,)), 0), (M, N))
+def _pick(x, at):
+    """x[at] of a vector x: through shared memory, straight into the layout of `at`."""
+    return tl.reshape(tl.gather(x, tl.reshape(at, (at.numel,)), 0), at.shape)
+
+
+@triton.jit
+def _strewn(x, M: tl.constexpr, N: tl.constexpr):
+    """x [M, N] as a vector whose order spreads what a warp holds, 8 rows and 8 columns, over all banks of the shared
+    memory: by 8 columns, then row, then column."""
+    return tl.reshape(tl.permute(tl.reshape(x, (M, N // 8, 8)), (1, 0, 2)), (M * N,))
+
+
+@triton.jit
+def _by_eight(M: tl.constexpr, N: tl.constexpr):
+    """Rows and columns of a tile [M, N], each as its eighth and the rest, shaped [M // 8, 8, N // 8, 8]: of the places
+    of a thread's entries all but one or two are then known offsets from each other, and cost no registers."""
+    m1 = tl.reshape(tl.arange(0, M // 8), (M // 8, 1, 1, 1))
+    m0 = tl.reshape(tl.arange(0, 8), (1, 8, 1, 1))
+    n1 = tl.reshape(tl.arange(0, N // 8), (1, 1, N // 8, 1))
+    n0 = tl.reshape(tl.arange(0, 8), (1, 1, 1, 8))
+    return m1, m0, n1, n0
 
 
 @triton.jit
@@ -244,9 +265,9 @@ def _spread(x, TURNED: tl.constexpr, F: tl.constexpr):
     r = tl.arange(0, F.BM)
     c = tl.arange(0, F.BN)
     if TURNED:
-        return _pick(x, r[None, :] - c[:, None] + F.BN, F.BN, F.BM, F.SPAN)
+        return _pick(x, r[None, :] - c[:, None] + F.BN)
     else:
-        return _pick(x, r[:, None] - c[None, :] + F.BN, F.BM, F.BN, F.SPAN)
+        return _pick(x, r[:, None] - c[None, :] + F.BN)
 
 
 @triton.jit
@@ -264,13 +285,11 @@ def _first_rows(t, b):
 
 
 @triton.jit
-def _bank(base, t, dtype, F: tl.constexpr):
-    """Columns of the bank, [RP, SPAN], for the distances of a tile; zero outside the bank. In the dtype of q and k, as
-    the bias is a product like theirs."""
-    d = base - F.BN + tl.arange(0, F.SPAN)
-    n = tl.arange(0, F.RP)
-    ok = (n[:, None] < F.RANK) & (d[None, :] >= 0) & (d[None, :] < t.size)
-    return tl.load(t.b + n[:, None] * t.size + d[None, :], mask=ok, other=0.0).to(dtype)
+def _bank(base, t, F: tl.constexpr):
+    """Columns of the bank, [RP, SPAN], for the distances of a tile; beyond the bank they are zero."""
+    first = tl.minimum(tl.maximum(base - F.BN + BANK_BEFORE, 0), t.g_b - F.SPAN)
+    at = tl.arange(0, F.RP)[:, None] * t.g_b + tl.arange(0, F.SPAN)[None, :]
+    return tl.load(t.d + first + at)
 
 
 @triton.jit
@@ -417,21 +436,24 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: t
     if F.KIND == DISTANCE:
         s += head.far if MODE == FAR else _spread(_table(base, t, head.h, F), TURNED, F)
     if F.KIND == BANK and MODE != FAR:
-        s += _bank_tile(_bank(base, t, q.mix.dtype, F), q.mix, TURNED, F)
+        s += _bank_tile(_bank(base, t, F), q.mix, TURNED, F)
     return s, u, steep, r0, r1
 
 
 @triton.jit
 def _bank_tile(columns, mix, TURNED: tl.constexpr, F: tl.constexpr):
     """Each query's own values by distance, slid into place: [BM, BN], or turned."""
-    r = tl.arange(0, F.BM)
-    c = tl.arange(0, F.BN)
     if TURNED:
         z = tl.dot(tl.trans(columns), tl.trans(mix), input_precision=F.PREC)
-        z = _pick(z, (r[None, :] - c[:, None] + F.BN) * F.BM + r[None, :], F.BN, F.BM, F.SPAN * F.BM)
+        c1, c0, r1, r0 = _by_eight(F.BN, F.BM)
+        at = r1 * (F.SPAN * 8) + ((r1 - c1) * 8 + r0 - c0 + F.BN) * 8 + r0
+        z = tl.reshape(_pick(_strewn(z, F.SPAN, F.BM), at), (F.BN, F.BM))
     else:
         z = tl.dot(mix, columns, input_precision=F.PREC)
-        z = _pick(z, r[:, None] * F.SPAN + (r[:, None] - c[None, :] + F.BN), F.BM, F.BN, F.BM * F.SPAN)
+        r1, r0, c1, c0 = _by_eight(F.BM, F.BN)
+        d = r0 - c0
+        at = (r1 - c1 + F.BN // 8) * (F.BM * 8) + (d >> 3) * (F.BM * 8) + (r1 * 8 + r0) * 8 + (d & 7)
+        z = tl.reshape(_pick(_strewn(z, F.BM, F.SPAN), at), (F.BM, F.BN))
     return z * LOG2E
 
 
@@ -513,7 +535,7 @@ def _put(P, at, stride, ok, x, F: tl.constexpr):
 
 
 @triton.jit
-def _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, dtype, F: tl.constexpr):
+def _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, F: tl.constexpr):
     """For a kernel that owns the queries m0 .. m0+BM-1: what the term and the mask keep of them, as columns."""
     r = m0 + tl.arange(0, F.BM)
     s, g, rho = _per_query(t, b, h, r, Tq, F)
@@ -527,7 +549,7 @@ def _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, dtype, F: tl.constexpr):
         rho_lo = tl.min(rho, 0)
         rho_hi = tl.max(rho, 0)
     if F.KIND == BANK:
-        mix = _mix(t, b, h, r, Tq, dtype, F)
+        mix = _mix(t, b, h, r, Tq, F)
     doc_lo, doc_hi = _borders(Docs, (mcol + tl.arange(0, F.BM))[:, None], Tk, F)
     return Query(s[:, None], ref, g[:, None], rho[:, None], rho_lo, rho_hi, 0, 0, mix, doc_lo, doc_hi)
 
@@ -632,7 +654,7 @@ def forward(
     r = m0 + tl.arange(0, F.BM)
     q = _features(Q + b * q_b + h * q_h, r.to(tl.int64), q_t, r < Tq, True, F)
     head = _head(t, h, F)
-    info = _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, q.dtype, F)
+    info = _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, F)
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     acc = _zeros(F.BM, F.DP)
     l = _zeros(F.BM, 8)
@@ -727,24 +749,32 @@ def _backward_q_tiles(
                 by_query += _fold(ds * u, F.BM, F.BN) * factor
                 of_query += _fold(w * u, F.BM, F.BN) * factor
             if F.KIND == BANK and MODE != FAR:
-                z = _slide(ds.to(k.dtype), False, F)
-                by_mix = tl.dot(z, tl.trans(_bank(mcol - n0, t, k.dtype, F)), by_mix, input_precision=F.PREC)
+                columns = _bank(mcol - n0, t, F)
+                z = _slide(ds.to(k.dtype), False, F).to(tl.float32)
+                # Adds nothing, but lays z out as the next product needs it: else it would go through memory once more.
+                z = tl.dot(tl.zeros_like(info.mix), columns, z, input_precision=F.PREC)
+                by_mix = tl.dot(z.to(k.dtype), tl.trans(columns), by_mix, input_precision=F.PREC)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PREC)
     return dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix
 
 
 @triton.jit
 def _slide(x, TURNED: tl.constexpr, F: tl.constexpr):
-    """A tile's entries by query and distance, [BM, SPAN], or turned, [SPAN, BM]: the inverse of spreading."""
-    r = tl.arange(0, F.BM)
-    y = tl.arange(0, F.SPAN)
+    """A tile's entries by query and distance, [BM, SPAN], or turned, [SPAN, BM]: the inverse of spreading. Zero where
+    the tile has no such entry: around it, in the shared memory, there is nothing else."""
+    x = tl.join(tl.zeros_like(x), x)
+    x = tl.join(x, tl.zeros_like(x))  # [.., .., 2, 2], itself at [1, 0]
     if TURNED:
-        c = r[None, :] - y[:, None] + F.BN
-        z = _pick(x, tl.minimum(tl.maximum(c, 0), F.BN - 1) * F.BM + r[None, :], F.SPAN, F.BM, F.BN * F.BM)
+        y1, y0, r1, r0 = _by_eight(F.SPAN, F.BM)
+        x = tl.permute(tl.reshape(x, (F.BN, F.BM // 8, 8, 2, 2)), (1, 4, 3, 0, 2))
+        at = r1 * (F.BN * 32) + ((r1 - y1) * 8 + r0 - y0 + F.BN * 2) * 8 + r0
+        return tl.reshape(_pick(tl.reshape(x, (F.BN * F.BM * 4,)), at), (F.SPAN, F.BM))
     else:
-        c = r[:, None] - y[None, :] + F.BN
-        z = _pick(x, r[:, None] * F.BN + tl.minimum(tl.maximum(c, 0), F.BN - 1), F.BM, F.SPAN, F.BM * F.BN)
-    return tl.where((c >= 0) & (c < F.BN), z, 0.0)
+        r1, r0, y1, y0 = _by_eight(F.BM, F.SPAN)
+        x = tl.permute(tl.reshape(x, (F.BM, F.BN // 8, 8, 2, 2)), (4, 3, 1, 0, 2))
+        d = r0 - y0
+        at = (r1 - y1 + F.BN // 4) * (F.BM * 8) + (d >> 3) * (F.BM * 8) + (r1 * 8 + r0) * 8 + (d & 7)
+        return tl.reshape(_pick(tl.reshape(x, (F.BM * F.BN * 4,)), at), (F.BM, F.SPAN))
 
 
 @triton.jit
@@ -773,7 +803,7 @@ def backward_q(
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     row = (b * H + h) * Tq + r
     head = _head(t, h, F)
-    info = _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, q.dtype, F)
+    info = _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
     if F.KNOTS > 0:
         if h == 0:
@@ -862,7 +892,7 @@ def _backward_k_tiles(
             rho_lo = tl.load(Bounds + m0 // F.QM * 2)
             rho_hi = tl.load(Bounds + m0 // F.QM * 2 + 1)
         if F.KIND == BANK:
-            mix = _mix(t, b, head.h, r, Tq, q.dtype, F)
+            mix = _mix(t, b, head.h, r, Tq, F)
         si = si[None, :]
         gi = gi[None, :]
         rho = rho[None, :]
@@ -1071,15 +1101,6 @@ def backward_k(
 
 
 @triton.jit
-def _own(Q, q_t, DO, do_t, Lse, Delta, r, Tq, F: tl.constexpr):
-    """What the backward pass needs of the queries r of one head."""
-    at = r.to(tl.int64)
-    q = _features(Q, at, q_t, r < Tq, True, F)
-    do = _features(DO, at, do_t, r < Tq, True, F)
-    return q, do, _vector(Lse, r, Tq, float("inf"), True), _vector(Delta, r, Tq, 0.0, True)
-
-
-@triton.jit
 def _blocks_on(base, q_off, Tq, Tk, F: tl.constexpr):
     """The first block of queries that has keys on the diagonal `base`, and how many follow, itself included."""
     begin = 0
@@ -1167,6 +1188,41 @@ def backward_distance(
 
 
 @triton.jit
+def _bank_gradient_tiles(
+    acc, columns, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H,
+    GROUP, Tq, Tk, q_off, c2, base, first, blocks, begin, end, t, MASKED: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    a = tl.arange(0, F.BM)
+    for x in range(begin, end):
+        b = (x // (H * blocks)).to(tl.int64)
+        h = (x // blocks % H).to(tl.int64)
+        m0 = (first + x % blocks) * F.BM
+        off, klen = _place(Meta, b, q_off, Tk, F)
+        n0 = off + m0 - base
+        r = m0 + a
+        j = n0 + a
+        ok_k = (j >= 0) & (j < klen)
+        row = (b * H + h) * Tq
+        q = _features(Q + b * q_b + h * q_h + tl.cast(m0, tl.int64) * q_t, a, q_t, r < Tq, MASKED, F)
+        do = _features(DO + b * do_b + h * do_h + tl.cast(m0, tl.int64) * do_t, a, do_t, r < Tq, MASKED, F)
+        lse = _vector(Lse + row, r, Tq, float("inf"), MASKED)
+        delta = _vector(Delta + row, r, Tq, 0.0, MASKED)
+        k = _features(K + b * k_b + (h // GROUP) * k_h + tl.cast(n0, tl.int64) * k_t, a, k_t, ok_k, MASKED, F)
+        v = _features(V + b * v_b + (h // GROUP) * v_h + tl.cast(n0, tl.int64) * v_t, a, v_t, ok_k, MASKED, F)
+        mix = _mix(t, b, h, r, Tq, F)
+        s = tl.dot(k, tl.trans(q), input_precision=F.PREC) * c2 + _bank_tile(columns, mix, True, F)
+        dp = tl.dot(v, tl.trans(do), input_precision=F.PREC)
+        w = tl.exp2(s - lse[None, :])
+        if MASKED:
+            lo, hi = _borders(Docs, (off + r)[None, :], Tk, F)
+            w = tl.where(_visible((a + base)[None, :], a[:, None], klen - n0, j[:, None], lo, hi, F) & ok_k[:, None], w, 0.0)
+        z = _slide((w * (dp - delta[None, :])).to(q.dtype), True, F).to(tl.float32)
+        z = tl.dot(tl.zeros_like(tl.trans(columns)), tl.trans(mix), z, input_precision=F.PREC)  # as in backward_q
+        acc = tl.dot(z.to(q.dtype), mix, acc, input_precision=F.PREC)
+    return acc
+
+
+@triton.jit
 def backward_bank(
     Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, B, first,
@@ -1176,33 +1232,23 @@ def backward_bank(
     of its own: `Out` [shares, diagonals, SPAN, RP]."""
     base = (first + tl.program_id(0)) * F.BM
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
-    begin, blocks = _blocks_on(base, q_off, Tq, Tk, F)
-    a = tl.arange(0, F.BM)
+    block, blocks = _blocks_on(base, q_off, Tq, Tk, F)
     total = B * H * blocks
     each = tl.cdiv(total, tl.num_programs(1))
-    columns = _bank(base, t, Q.dtype.element_ty, F)
+    begin = tl.program_id(1) * each
+    end = tl.minimum(total, begin + each)
+    columns = _bank(base, t, F)
     acc = _zeros(F.SPAN, F.RP)
-    for x in range(tl.program_id(1) * each, tl.minimum(total, (tl.program_id(1) + 1) * each)):
-        b = (x // (H * blocks)).to(tl.int64)
-        h = (x // blocks % H).to(tl.int64)
-        m0 = (begin + x % blocks) * F.BM
-        off, klen = _place(Meta, b, q_off, Tk, F)
-        r = m0 + a
-        j = off + m0 - base + a
-        ok_k = (j >= 0) & (j < klen)
-        q, do, lse, delta = _own(Q + b * q_b + h * q_h, q_t, DO + b * do_b + h * do_h, do_t, Lse + (b * H + h) * Tq,
-                                 Delta + (b * H + h) * Tq, r, Tq, F)  # fmt: skip
-        k = _features(K + b * k_b + (h // GROUP) * k_h, j.to(tl.int64), k_t, ok_k, True, F)
-        v = _features(V + b * v_b + (h // GROUP) * v_h, j.to(tl.int64), v_t, ok_k, True, F)
-        mix = _mix(t, b, h, r, Tq, q.dtype, F)
-        s = tl.dot(k, tl.trans(q), input_precision=F.PREC) * c2 + _bank_tile(columns, mix, True, F)
-        dp = tl.dot(v, tl.trans(do), input_precision=F.PREC)
-        i = (off + r)[None, :]
-        lo, hi = _borders(Docs, i, Tk, F)
-        ok = _visible(i, j[:, None], klen, j[:, None], lo, hi, F) & ok_k[:, None]
-        w = tl.where(ok, tl.exp2(s - lse[None, :]), 0.0)
-        z = _slide((w * (dp - delta[None, :])).to(q.dtype), True, F)
-        acc = tl.dot(z, mix, acc, input_precision=F.PREC)
+    whole = begin
+    if F.EVEN and not (F.DOCS or F.WINDOW > 0):
+        if (q_off % F.BM == 0) & (base >= F.BN):
+            whole = end
+        acc = _bank_gradient_tiles(
+            acc, columns, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h,
+            do_t, H, GROUP, Tq, Tk, q_off, c2, base, block, blocks, begin, whole, t, False, F)  # fmt: skip
+    acc = _bank_gradient_tiles(
+        acc, columns, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h,
+        do_t, H, GROUP, Tq, Tk, q_off, c2, base, block, blocks, whole, end, t, True, F)  # fmt: skip
     y = tl.arange(0, F.SPAN)
     n = tl.arange(0, F.RP)
     program = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)

@@ -144,7 +144,8 @@ def _power(n: int) -> int:
 class _Call:
     """What the kernels of one call share."""
 
-    def __init__(self, rows, q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale):
+    def __init__(self, rows, q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale,
+                 sure):  # fmt: skip
         self.q = q
         self.B, self.H, self.Tq, self.D = q.shape
         self.Tk = k.shape[2]
@@ -161,6 +162,7 @@ class _Call:
             knots = c.numel()
             more |= {"KNOTS": knots, "KP": max(2, _power(knots)), "PP": _power(2 * knots + 1)}
             more["ONE"] = b.numel() == 1 and not knots
+            more["SURE"] = knots > 0 and sure
         elif kind == DISTANCE:
             size = a.shape[1]
             more["HAS_FAR"] = rows == ALL
@@ -213,17 +215,24 @@ def _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, *how) -> 
     ]
 
 
-def _forward(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale):
-    out, lse = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    for call in _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale):
+def _forward(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
+    calls = _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+    out, lse, low = _results(q, sure)
+    for call in calls:
         grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
-        call.launch("forward", grid, [q, k, v, out, lse], [q, k, v, out], [call.reach])
-    return out, lse
+        call.launch("forward", grid, [q, k, v, out, lse, low], [q, k, v, out], [call.reach])
+    return out, lse, low
 
 
-def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale,
-              wants, into=None):  # fmt: skip
-    calls = _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale)
+def _results(q, sure) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp, and if asked for what rounding takes from the output."""
+    low = _like(q) if sure and q.dtype != torch.float32 else q.new_empty(0)
+    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32), low
+
+
+def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset,
+              scale, sure, wants, into=None):  # fmt: skip
+    calls = _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     call = calls[-1]
     kind = call.kind
     if do.stride(-1) != 1:
@@ -245,25 +254,25 @@ def _backward(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, 
     # With slopes and linear potentials, what backward_k needs of a row is relative to the row's block here.
     local = torch.empty_like(lse) if call.flags["CANCEL"] and kind in (SLOPE, POTENTIAL) else lse
     by_key = maybe(kind not in (DISTANCE, BANK) and not knots, call.B, call.H, call.Tk)
-    by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tk)
-    bounds = lse.new_empty(call.B, -(-call.Tq // call.blocks("backward_q")[0]), 2) if knots else delta
+    by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tq if knots else call.Tk)
+    blocks = -(-call.Tq // call.blocks("backward_q")[0])
+    bounds = lse.new_empty(call.B, blocks, 2) if knots else delta
+    pieces = lse.new_zeros(call.B, call.H, blocks, 2, call.flags["PP"]) if knots and grad else delta
     for part in calls:
         QM = part.blocks("backward_q")[0]
         part.launch(
             "backward_q", (-(-call.Tq // QM), call.B * call.H),
-            [q, k, v, out, do, lse, local, delta, dq, by_query, by_gate, bounds], [q, k, v, out, do, dq],
+            [q, k, v, out, low, do, lse, local, delta, dq, by_query, by_gate, by_rate, pieces, bounds],
+            [q, k, v, out, do, dq],
             [scale, part.reach], GRAD=grad,
         )  # fmt: skip
     for part in calls:
         QM, (BM, BN, *_) = part.blocks("backward_q")[0], part.blocks("backward_k")
         assert QM % BM == 0
-        pieces = delta
-        if knots and grad and part is call:
-            pieces = lse.new_zeros(call.B, call.H, -(-call.Tk // BN), 2, call.flags["PP"])
         part.launch(
             "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
-            [q, k, v, do, local, delta, dk, dv, by_key, by_rate, pieces, bounds], [q, k, v, do, dk, dv],
-            [scale, part.reach], GRAD=grad and kind not in (DISTANCE, BANK) and part is call, QM=QM,
+            [q, k, v, do, local, delta, dk, dv, by_key, by_rate, bounds], [q, k, v, do, dk, dv],
+            [scale, part.reach], GRAD=grad and kind not in (DISTANCE, BANK) and not knots, QM=QM,
         )  # fmt: skip
 
     grads: dict[int, Tensor] = {}
@@ -379,33 +388,33 @@ def _views(q, k, v, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("relpos::attend", mutates_args=())
 def _attend(q: _T, k: _O, v: _O, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O, first: _O, meta: _O, docs: _O, kind: int,
-            origin: int, causal: bool, window: int, q_offset: int, scale: float, heads: int,
-            size: int) -> tuple[_T, _T]:  # fmt: skip
+            origin: int, causal: bool, window: int, q_offset: int, scale: float, sure: bool, heads: int,
+            size: int) -> tuple[_T, _T, _T]:  # fmt: skip
     return _forward(*_views(q, k, v, heads, size), a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window,
-                    q_offset, scale)  # fmt: skip
+                    q_offset, scale, sure)  # fmt: skip
 
 
 @_attend.register_fake
-def _(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, heads, size):
+def _(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure, heads, size):
     q, *_ = _views(q, k, v, heads, size)
-    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _results(q, sure)
 
 
 @torch.library.custom_op("relpos::attend_backward", mutates_args=())
-def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O,
+def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, low: _T, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O,
                      first: _O, meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
-                     scale: float, heads: int, size: int,
+                     scale: float, sure: bool, heads: int, size: int,
                      wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
     whole = torch.empty_like(q) if k is None else None
-    grads = _backward(do, *_views(q, k, v, heads, size), out, lse, a, b, c, d, e, f, first, meta, docs, kind, origin,
-                      causal, window, q_offset, scale, wants,
+    grads = _backward(do, *_views(q, k, v, heads, size), out, lse, low, a, b, c, d, e, f, first, meta, docs, kind,
+                      origin, causal, window, q_offset, scale, sure, wants,
                       None if whole is None else _views(whole, None, None, heads, size))  # fmt: skip
     return grads if whole is None else (whole, lse.new_empty(0), lse.new_empty(0), *grads[3:])
 
 
 @_attend_backward.register_fake
-def _(do, q, k, v, out, lse, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, heads,
-      size, wants):  # fmt: skip
+def _(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale,
+      sure, heads, size, wants):  # fmt: skip
     terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e, f))]
     if k is None:
         return (torch.empty_like(q), lse.new_empty(0), lse.new_empty(0), *terms)
@@ -417,7 +426,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.scalars = inputs[12:]
 
 
-def _gradients(ctx, do, _lse, backward=_attend_backward):
+def _gradients(ctx, do, _lse, _low, backward=_attend_backward):
     needs = ctx.needs_input_grad
     wants = sum(1 << bit for bit in range(6) if needs[3 + bit])
     dq, *grads = backward(do, *ctx.saved_tensors, *ctx.scalars, wants)
@@ -434,13 +443,13 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         _save(ctx, inputs, output)
 
     @staticmethod
-    def backward(ctx, do, _lse):
-        return (None,) * 18 if do is None else _gradients(ctx, do, None, _backward)
+    def backward(ctx, do, _lse, _low):
+        return (None,) * 19 if do is None else _gradients(ctx, do, None, None, _backward)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -556,13 +565,16 @@ def attend(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     given, kind, origin = _operands(terms, layout, scale, q.dtype)
     start = 0 if isinstance(offset, Tensor) else int(offset)
-    how = (meta, docs, kind, origin, layout.causal, layout.window or 0, start, float(scale))
+    # Sums over the pieces of a profile need rows of dS that sum to zero.
+    sure = isinstance(terms[0], Profile) and terms[0].knots.numel() > 0 if terms else False
+    sure = sure and torch.is_grad_enabled() and any(x.requires_grad for x in given if x is not None)
+    how = (meta, docs, kind, origin, layout.causal, layout.window or 0, start, float(scale), sure)
     if not torch.compiler.is_compiling():
-        out, _ = _Eager.apply(q, k, v, *given, *how)
+        out, *_ = _Eager.apply(q, k, v, *given, *how)
     elif packed is None or back is not None or packed.dtype != q.dtype:
-        out, _ = _attend(q, k, v, *given, *how, 0, 0)
+        out, *_ = _attend(q, k, v, *given, *how, 0, 0)
     else:
-        out, _ = _attend(packed, None, None, *given, *how, q.shape[1], q.shape[-1])
+        out, *_ = _attend(packed, None, None, *given, *how, q.shape[1], q.shape[-1])
     if back is not None and real is not None:
         out = _take(out, back).masked_fill(~real[:, None, :, None], 0)
     return out

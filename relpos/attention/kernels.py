@@ -49,8 +49,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
 BANK_BEFORE = tl.constexpr(128)  # zeros, at least as many as a tile has distances below zero
-# Of tiles: any; beyond the reach of a table or bank; on one piece of a profile; on several, which the caller counted.
-ANY, FAR, PURE, MIXED = (tl.constexpr(n) for n in range(4))
+# Of tiles: any; beyond the reach of a table or bank; with no knot of a profile, with one, as the caller knows.
+ANY, FAR, PURE, BENT = (tl.constexpr(n) for n in range(4))
 # Of queries: all; the first of each batch entry, as many as Term.first says; the others.
 ALL, FIRST, REST = (tl.constexpr(n) for n in range(3))
 
@@ -76,6 +76,7 @@ class Flags(NamedTuple):
     PP: int = 1
     ONE: bool = False  # a profile without knots and with one rho for all queries: [1, 1]
     POWER: bool = False  # a profile of a power of the distance, not of a logarithm
+    SURE: bool = False  # nothing is lost to rounding, of weights or output: delta needs no correction
     RANK: int = 0
     RP: int = 16
     HAS_FAR: bool = False  # from `reach` on all distances are alike
@@ -106,9 +107,11 @@ class Head(NamedTuple):
     """The scalars of one head."""
 
     h: Any
-    slope: Any
+    slope: Any  # of a piece, as the next three, where the caller knows which
     rate: Any
     far: Any
+    knot: Any  # of a BENT tile, and by how much the slope changes there
+    jump: Any
     knots: Any
 
 
@@ -121,11 +124,34 @@ class Query(NamedTuple):
     rho: Any
     rho_lo: Any
     rho_hi: Any
-    below: Any  # of a MIXED tile: how many knots lie below all of its u, and up to the largest
-    upto: Any
     mix: Any  # rows of a bank
     doc_lo: Any
     doc_hi: Any
+
+
+class Sums(NamedTuple):
+    """What backward_q sums along its rows, [BM, 8] each, or for a bank [BM, RP]."""
+
+    row: Any  # of dS
+    query: Any  # for S_i, and what it expects under the softmax
+    of_query: Any
+    gate: Any
+    of_gate: Any
+    mix: Any
+    psi: Any  # of a profile with knots: of dS * psi and of dS * its derivative; all three again above the one knot
+    away: Any
+    row_above: Any
+    psi_above: Any
+    away_above: Any
+
+
+class Pieces(NamedTuple):
+    """Where they end in a profile with knots: for rho and the rate, [BM, 8]; by piece and above each knot, [4, PP]."""
+
+    rho: Any
+    rate: Any
+    slopes: Any
+    offsets: Any
 
 
 @triton.jit
@@ -147,7 +173,7 @@ def _head(t, h, F: tl.constexpr):
             knots = tl.load(t.c + n, mask=n < F.KNOTS, other=float("inf"))
     if F.KIND == DISTANCE:
         far = tl.load(t.a + h * t.size + t.size - 1) * LOG2E
-    return Head(h, slope, rate, far, knots)
+    return Head(h, slope, rate, far, 0.0, 0.0, knots)
 
 
 @triton.jit
@@ -293,111 +319,129 @@ def _bank(base, t, F: tl.constexpr):
 
 
 @triton.jit
-def _range_of_u(base, rows, rate, rho_lo, rho_hi, F: tl.constexpr):
-    """No more than the smallest and no less than the largest u of so many rows of a tile."""
+def _range_of_u(base, rows, rate, rho_lo, rho_hi, LEAST: tl.constexpr, F: tl.constexpr):
+    """No more than the smallest and no less than the largest u of so many rows of a tile, at distances from LEAST."""
     near = base - (F.BN - 1)
     far = base + rows - 1
     if F.CAUSAL:
-        near = tl.maximum(near, 0)
-        far = tl.maximum(far, 0)
+        near = tl.maximum(near, LEAST)
+        far = tl.maximum(far, LEAST)
     else:
         a = tl.abs(near)
         b = tl.abs(far)
-        near = tl.where((near <= 0) & (far >= 0), 0, tl.minimum(a, b))
+        near = tl.maximum(tl.where((near <= 0) & (far >= 0), 0, tl.minimum(a, b)), LEAST)
         far = tl.maximum(a, b)
     return _psi(near, rate, F) * rho_lo * 0.99999 - 1e-6, _psi(far, rate, F) * rho_hi * 1.00001 + 1e-6
 
 
 @triton.jit
-def _pieces_in(base, head, rho_lo, rho_hi, F: tl.constexpr):
-    """Knots below the smallest and below the largest u of a tile. A knot too many costs time alone."""
-    lo, hi = _range_of_u(base, F.BM, head.rate, rho_lo, rho_hi, F)
-    return tl.sum((head.knots < lo).to(tl.int32), 0), tl.sum((head.knots < hi).to(tl.int32), 0)
+def _below(knots, u):
+    """How many knots lie below u."""
+    return tl.sum((knots < u).to(tl.int32), 0)
 
 
 @triton.jit
-def _piece(t, head, r, F: tl.constexpr):
-    """The head with the slope and offset of one piece, in log 2 units."""
-    p = head.h * (F.KNOTS + 1) + r
-    return Head(head.h, tl.load(t.d + p) * LOG2E, head.rate, tl.load(t.e + p) * LOG2E, head.knots)
+def _pieces_in(base, q, head, LEAST: tl.constexpr, F: tl.constexpr):
+    """Knots below the smallest and below the largest u of a tile. A knot too many costs time alone."""
+    lo, hi = _range_of_u(base, F.BM, head.rate, q.rho_lo, q.rho_hi, LEAST, F)
+    return _below(head.knots, lo), _below(head.knots, hi)
+
+
+@triton.jit
+def _knot(t, k, F: tl.constexpr):
+    """Knot k; before the first and behind the last there is none."""
+    return tl.load(t.c + k, mask=(k >= 0) & (k < F.KNOTS), other=float("inf")) * tl.where(k < 0, -1.0, 1.0)
 
 
 @triton.jit
 def _jump(t, h, k, F: tl.constexpr):
-    """By how much the slope changes at knot k."""
+    """By how much the slope changes at knot k, in log 2 units."""
     p = t.d + h * (F.KNOTS + 1) + k
-    return tl.load(p + 1) - tl.load(p)
+    return (tl.load(p + 1) - tl.load(p)) * LOG2E
 
 
 @triton.jit
-def _pure_keys(n0, end, mcol, info, head, t, F: tl.constexpr):
-    """For a block of queries: where the run of tiles on one piece that begins at key n0 ends, n0 if there is none; and
-    how many knots lie below and up to the u of its first tile."""
-    r0, r1 = _pieces_in(mcol - n0, head, info.rho_lo, info.rho_hi, F)
+def _piece(t, head, r, BENT_TOO: tl.constexpr, F: tl.constexpr):
+    """The head with the slope and offset of one piece, in log 2 units, and with the knot behind it."""
+    p = head.h * (F.KNOTS + 1) + r
+    slope = tl.load(t.d + p) * LOG2E
+    far = tl.load(t.e + p) * LOG2E
+    knot = 0.0
+    jump = 0.0
+    if BENT_TOO:
+        knot = tl.load(t.c + r)
+        jump = _jump(t, head.h, r, F)
+        far -= jump * knot  # the tile then adds jump * max(u, knot)
+    return Head(head.h, slope, head.rate, far, knot, jump, head.knots)
+
+
+@triton.jit
+def _distance_of(u, head):
+    """The distance at which psi is u."""
+    return tl.minimum((tl.exp2(tl.minimum(u * LOG2E, 60.0)) - 1.0) / tl.maximum(head.rate, 1e-30), 1e9)
+
+
+@triton.jit
+def _run_of_keys(n0, end, mcol, info, head, t, F: tl.constexpr):
+    """For a block of queries: where the run of tiles that begins at key n0 ends, all with the same knot or none; n0 if
+    its first tile has more, or is not visible throughout. And how many knots lie below and up to the u of that tile."""
+    r0, r1 = _pieces_in(mcol - n0, info, head, 0, F)
     stop = end
     if r0 > 0:
         # The nearest distance whose u is above the last knot below: that of the run's last tile must be farther.
-        x = (tl.load(t.c + r0 - 1) + 1e-6) / (info.rho_lo * 0.99998)
-        near = (tl.exp2(tl.minimum(x * LOG2E, 60.0)) - 1.0) / tl.maximum(head.rate, 1e-30)
-        tiles = tl.ceil((mcol - n0 - F.BN - tl.minimum(near * 1.0001, 1e9)) / F.BN).to(tl.int32)
+        near = _distance_of((tl.load(t.c + r0 - 1) + 1e-6) / (info.rho_lo * 0.99998), head) * 1.0001
+        tiles = tl.ceil((mcol - n0 - F.BN - near) / F.BN).to(tl.int32)
         stop = tl.minimum(end, n0 + tl.maximum(tiles, 1) * F.BN)
-    if r1 > r0:
+    if r1 == r0 + 1:
+        # From where no distance lies beyond the knot, tiles have none. One too many costs time alone.
+        far = _distance_of((tl.load(t.c + r0) - 1e-6) / (info.rho_hi * 1.00001), head)
+        tiles = tl.ceil((mcol - n0 + F.BM - 1 - far) / F.BN).to(tl.int32)
+        stop = tl.minimum(stop, n0 + tl.maximum(tiles, 1) * F.BN)
+    if (r1 > r0 + 1) | (n0 >= end):
         stop = n0
     return stop, r0, r1
 
 
 @triton.jit
-def _pure_queries(m0, end, base, Bounds, head, t, F: tl.constexpr):
+def _run_of_queries(m0, end, base, Bounds, head, t, F: tl.constexpr):
     """The same for a block of keys and the run that begins at query m0, `base` from the first key. The bounds of rho
     are those of blocks of QM queries."""
     block = m0 // F.QM
     m = m0
     then = (block + 1) * F.QM
-    lo, hi = _range_of_u(base, then - m, head.rate, tl.load(Bounds + 2 * block), tl.load(Bounds + 2 * block + 1), F)
-    r0 = tl.sum((head.knots < lo).to(tl.int32), 0)
-    r1 = tl.sum((head.knots < hi).to(tl.int32), 0)
-    below = tl.load(t.c + r0 - 1, mask=r0 > 0, other=float("-inf"))
-    above = tl.load(t.c + r0, mask=r0 < F.KNOTS, other=float("inf"))
+    lo, hi = _range_of_u(base, then - m, head.rate, tl.load(Bounds + 2 * block), tl.load(Bounds + 2 * block + 1), 0, F)
+    r0 = _below(head.knots, lo)
+    r1 = _below(head.knots, hi)
+    below = _knot(t, r0 - 1, F)
+    above = _knot(t, tl.minimum(r1, r0 + 1), F)
+    until = _knot(t, tl.where(r1 > r0, r0, F.KNOTS), F)  # behind it tiles have no knot again
     last = (end - 1) // F.QM
-    while (m < end) & (lo > below) & (hi <= above):
+    while (m < end) & (lo > below) & (lo <= until) & (hi <= above):
         block = tl.minimum(block + 1, last)
         base += then - m
         m = then
         then += F.QM
-        lo, hi = _range_of_u(base, F.QM, head.rate, tl.load(Bounds + 2 * block), tl.load(Bounds + 2 * block + 1), F)
+        lo, hi = _range_of_u(base, F.QM, head.rate, tl.load(Bounds + 2 * block), tl.load(Bounds + 2 * block + 1), 0, F)
     return tl.minimum(m, end), r0, r1
 
 
 @triton.jit
-def _add_profile(s, base, q, head, t, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
-    """Scores plus a profile with knots, its u, its slope there, and how many knots lie below and up to those of the
-    tile."""
-    u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate, F), TURNED, F) * q.rho
-    r0 = q.below
-    r1 = q.upto
-    if MODE == ANY:
-        r0, r1 = _pieces_in(base, head, q.rho_lo, q.rho_hi, F)
-    piece = _piece(t, head, r0, F)
-    s += piece.slope * u + piece.far
-    steep = s * 0.0 + piece.slope  # laid out as the scores are
+def _add_profile(s, u, base, q, head, t, F: tl.constexpr):
+    """Scores plus a profile with any knots."""
+    r0, r1 = _pieces_in(base, q, head, 1, F)
+    piece = _piece(t, head, r0, False, F)
+    bias = piece.slope * u + piece.far
     for k in range(r0, r1):  # it is continuous
-        knot = tl.load(t.c + k)
-        jump = _jump(t, head.h, k, F) * LOG2E
-        s += jump * tl.maximum(u - knot, 0.0)
-        if F.GRAD:
-            steep += tl.where(u > knot, jump, 0.0)
-    return s, u, steep, r0, r1
+        bias += _jump(t, head.h, k, F) * tl.maximum(u - tl.load(t.c + k), 0.0)
+    # Knots between the distances 0 and 1 were not counted.
+    return s + tl.where(u == 0.0, _piece(t, head, _below(head.knots, 0.0), False, F).far, bias)
 
 
 @triton.jit
 def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
-    """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`, and on a PURE tile
-    head.far). And of a profile: u (on a PURE tile without rho), its slope there, and how many knots lie below and up to
-    those of the tile."""
-    u = s
-    steep = s
-    r0 = 0
-    r1 = 0
+    """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`, and on a PURE or BENT tile
+    head.far). And of a profile: psi."""
+    psi = s
     if F.KIND == SLOPE:
         if F.CANCEL:
             s += sj
@@ -418,26 +462,28 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: t
         log = _log2(gap * gap + 1.0, F.EXACT)
         s -= q.gate * log if F.GATED else log
     if F.KIND == PROFILE:
+        by_distance = _psi(base - F.BN + tl.arange(0, F.SPAN), head.rate, F)
         if F.ONE:  # its offset is constant along every row, and cancels
-            psi = _psi(base - F.BN + tl.arange(0, F.SPAN), head.rate, F)
-            if TURNED and F.GRAD:  # backward_k needs u itself
-                u = _spread(psi, TURNED, F)
-                s += head.slope * u
+            if TURNED and F.GRAD:  # backward_k needs psi itself
+                psi = _spread(by_distance, TURNED, F)
+                s += head.slope * psi
             else:
-                s += _spread(head.slope * psi, TURNED, F)
-        elif MODE == PURE:
-            u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate, F), TURNED, F)
-            s += (head.slope * q.rho) * u
-        elif F.KNOTS == 0:
-            u = _spread(_psi(base - F.BN + tl.arange(0, F.SPAN), head.rate, F), TURNED, F) * q.rho
-            s += head.slope * u
+                s += _spread(head.slope * by_distance, TURNED, F)
         else:
-            s, u, steep, r0, r1 = _add_profile(s, base, q, head, t, TURNED, MODE, F)
+            psi = _spread(by_distance, TURNED, F)
+            if MODE == PURE or F.KNOTS == 0:
+                s += (head.slope * q.rho) * psi
+            elif MODE == BENT:
+                u = psi * q.rho
+                s += head.slope * u
+                s += head.jump * tl.maximum(u, head.knot)
+            else:
+                s = _add_profile(s, psi * q.rho, base, q, head, t, F)
     if F.KIND == DISTANCE:
         s += head.far if MODE == FAR else _spread(_table(base, t, head.h, F), TURNED, F)
     if F.KIND == BANK and MODE != FAR:
         s += _bank_tile(_bank(base, t, F), q.mix, TURNED, F)
-    return s, u, steep, r0, r1
+    return s, psi
 
 
 @triton.jit
@@ -551,13 +597,7 @@ def _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, F: tl.constexpr):
     if F.KIND == BANK:
         mix = _mix(t, b, h, r, Tq, F)
     doc_lo, doc_hi = _borders(Docs, (mcol + tl.arange(0, F.BM))[:, None], Tk, F)
-    return Query(s[:, None], ref, g[:, None], rho[:, None], rho_lo, rho_hi, 0, 0, mix, doc_lo, doc_hi)
-
-
-@triton.jit
-def _counted(q, r0, r1):
-    """For a MIXED tile."""
-    return Query(q.s, q.ref, q.gate, q.rho, q.rho_lo, q.rho_hi, r0, r1, q.mix, q.doc_lo, q.doc_hi)
+    return Query(s[:, None], ref, g[:, None], rho[:, None], rho_lo, rho_hi, mix, doc_lo, doc_hi)
 
 
 @triton.jit
@@ -612,12 +652,12 @@ def _forward_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        s, u, steep, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
+        s, psi = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             s = tl.where(ok2, s, float("-inf"))
         top = tl.max(s, 1)
-        if MODE == PURE:
+        if MODE == PURE or MODE == BENT:
             top += head.far
         top = tl.maximum(m, top)
         base = top
@@ -627,20 +667,23 @@ def _forward_tiles(
             w = tl.exp2(s * c2 - (base * c2)[:, None])
             fade = tl.exp2((m - base) * c2)
         else:
-            w = tl.exp2(s - (base - head.far if MODE == PURE else base)[:, None])
+            w = tl.exp2(s - (base - head.far if MODE == PURE or MODE == BENT else base)[:, None])
             fade = tl.exp2(m - base)
         l = l * fade[:, None] + _fold(w, F.BM, F.BN)
         m = top
         v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
         acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision=F.PREC)
+        if F.SURE and not F.EXACT:
+            acc = tl.dot((w - w.to(v.dtype).to(tl.float32)).to(v.dtype), v, acc, input_precision=F.PREC)
     return acc, l, m
 
 
 @triton.jit
 def forward(
-    Q, K, V, O, Lse, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
+    Q, K, V, O, Lse, Low, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, F: tl.constexpr,
 ):  # fmt: skip
+    """The output; the log-sum-exp; and if SURE what rounding took from the output, laid out as it is."""
     # Long rows first: the last blocks of a causal matrix have the most to do.
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
     b = (tl.program_id(1) // H).to(tl.int64)
@@ -666,18 +709,29 @@ def forward(
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
                                    False, FAR, F)  # fmt: skip
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-        while begin < full:
-            stop, r0, r1 = _pure_keys(begin, full, mcol, info, head, t, F)
-            acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, stop, mcol, klen, SK, info,
-                                       _piece(t, head, r0, F), t, c2, False, PURE, F)  # fmt: skip
-            begin = tl.where(stop == begin, begin + F.BN, stop)
-            acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, stop, begin, mcol, klen, SK,
-                                       _counted(info, r0, r1), head, t, c2, False, MIXED, F)  # fmt: skip
-    elif not (F.DOCS or F.WINDOW > 0):
-        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
-                                   False, ANY, F)  # fmt: skip
-    acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2,
-                               True, ANY, F)  # fmt: skip
+        n0 = begin
+        while n0 < full:
+            stop, r0, r1 = _run_of_keys(n0, full, mcol, info, head, t, F)
+            if (r1 == r0) & (stop > n0):
+                acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info,
+                                           _piece(t, head, r0, False, F), t, c2, False, PURE, F)  # fmt: skip
+            elif stop > n0:
+                acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info,
+                                           _piece(t, head, r0, True, F), t, c2, False, BENT, F)  # fmt: skip
+            n0 = tl.maximum(stop, n0 + F.BN)
+        n0 = begin
+        while n0 < end:
+            stop, r0, r1 = _run_of_keys(n0, full, mcol, info, head, t, F)
+            if stop == n0:
+                acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, tl.minimum(n0 + F.BN, end), mcol, klen, SK,
+                                           info, head, t, c2, True, ANY, F)  # fmt: skip
+            n0 = tl.maximum(stop, n0 + F.BN)
+    else:
+        if not (F.DOCS or F.WINDOW > 0):
+            acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
+                                       False, ANY, F)  # fmt: skip
+        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2,
+                                   True, ANY, F)  # fmt: skip
 
     l = tl.sum(l, 1)
     empty = l == 0.0
@@ -689,13 +743,15 @@ def forward(
         fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
         lse -= tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, c2, F), 1)
     _put(O + b * o_b + h * o_h, r, o_t, r < Tq, acc, F)
+    if F.SURE and not F.EXACT:
+        _put(Low + b * o_b + h * o_h, r, o_t, r < Tq, acc - acc.to(Low.dtype.element_ty).to(tl.float32), F)
     tl.store(Lse + (b * H + h) * Tq + r, lse, mask=r < Tq)
 
 
 @triton.jit
 def _backward_q_tiles(
-    dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen,
-    SK, info, head, t, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
+    dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen, SK, info, head, t, c2,
+    MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, F.BN)
     a = tl.arange(0, F.BM)[:, None]
@@ -713,49 +769,100 @@ def _backward_q_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        s, u, steep, r0, r1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
-        level = lse - head.far if MODE == PURE else lse
+        s, psi = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
+        level = lse - head.far if MODE == PURE or MODE == BENT else lse
         w = tl.exp2(s * c2 - level[:, None]) if F.RAW else tl.exp2(s - level[:, None])
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             w = tl.where(ok2, w, 0.0)
         ds = w * (dp - delta[:, None])
         if F.GRAD:
-            rowsum += _fold(ds, F.BM, F.BN)
+            row, query, of_query, gate, of_gate, mix, by_psi, by_away, row_above, psi_above, away_above = sums
+            if not F.SURE:
+                row += _fold(ds, F.BM, F.BN)
             if F.KIND == POTENTIAL:
                 gap = (sj - info.ref) if F.CANCEL else (sj - info.s)
                 if not F.CAUSAL:
                     sign = tl.where(gap < 0, 1.0, tl.where(gap > 0, -1.0, 0.0))
-                    by_query += _fold(ds * sign, F.BM, F.BN)
+                    query += _fold(ds * sign, F.BM, F.BN)
                     of_query += _fold(w * sign, F.BM, F.BN)
                     gap = -tl.abs(gap)
                 if F.GATED:
-                    by_gate += _fold(ds * gap, F.BM, F.BN)
+                    gate += _fold(ds * gap, F.BM, F.BN)
                     of_gate += _fold(w * gap, F.BM, F.BN)
             if F.KIND == LOG:
                 gap = info.s - sj
                 log = _log2(gap * gap + 1.0, F.EXACT)
                 pull = gap * tl.exp2(-log)
-                by_query += _fold(ds * pull, F.BM, F.BN)
+                query += _fold(ds * pull, F.BM, F.BN)
                 of_query += _fold(w * pull, F.BM, F.BN)
                 if F.GATED:
-                    by_gate -= _fold(ds * log, F.BM, F.BN)
+                    gate -= _fold(ds * log, F.BM, F.BN)
                     of_gate -= _fold(w * log, F.BM, F.BN)
-            if F.KIND == PROFILE and F.KNOTS > 0:  # rho's, where S_i stands, in units of log 2
-                factor = head.slope
-                if MODE != PURE:
-                    factor = 1.0 / info.rho
-                    u *= steep
-                by_query += _fold(ds * u, F.BM, F.BN) * factor
-                of_query += _fold(w * u, F.BM, F.BN) * factor
+            if F.KIND == PROFILE and F.KNOTS > 0:
+                d = tl.abs(mcol - n0 - F.BN + tl.arange(0, F.SPAN)).to(tl.float32)
+                away = _spread(d / (head.rate * d + 1.0), False, F)
+                if MODE == PURE or MODE == BENT:  # of one piece: the caller knows which
+                    row += _fold(ds, F.BM, F.BN)
+                    by_psi += _fold(ds * psi, F.BM, F.BN)
+                    by_away += _fold(ds * away, F.BM, F.BN)
+                if MODE == BENT:
+                    above = tl.where(psi * info.rho > head.knot, ds, 0.0)
+                    row_above += _fold(above, F.BM, F.BN)
+                    psi_above += _fold(above * psi, F.BM, F.BN)
+                    away_above += _fold(above * away, F.BM, F.BN)
+                if MODE == ANY:
+                    pieces = _over_pieces(pieces, ds, psi, away, mcol - n0, info, head, t, F)
             if F.KIND == BANK and MODE != FAR:
                 columns = _bank(mcol - n0, t, F)
                 z = _slide(ds.to(k.dtype), False, F).to(tl.float32)
                 # Adds nothing, but lays z out as the next product needs it: else it would go through memory once more.
                 z = tl.dot(tl.zeros_like(info.mix), columns, z, input_precision=F.PREC)
-                by_mix = tl.dot(z.to(k.dtype), tl.trans(columns), by_mix, input_precision=F.PREC)
+                mix = tl.dot(z.to(k.dtype), tl.trans(columns), mix, input_precision=F.PREC)
+            sums = Sums(row, query, of_query, gate, of_gate, mix, by_psi, by_away, row_above, psi_above, away_above)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PREC)
-    return dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix
+    return dq, sums, pieces
+
+
+@triton.jit
+def _collect(sums, at, x, F: tl.constexpr):
+    """Sums [4, PP] with the sum of x [BM, 8] added in column `at`, in four parts: each what one warp of four holds, so
+    that warps need not wait for each other."""
+    if F.EXACT:
+        # In the layout of float32 products several threads hold each entry, and Triton 3.6 would count it for each.
+        part = tl.where(tl.arange(0, 4) == 0, tl.sum(tl.sum(x, 1), 0), 0.0)
+    else:
+        part = tl.sum(tl.reshape(x, (4, F.BM * 2)), 1)
+    return sums + tl.where(tl.arange(0, F.PP)[None, :] == at, part[:, None], 0.0)
+
+
+@triton.jit
+def _to_piece(pieces, at, slope, row, psi, away, rho, F: tl.constexpr):
+    """What rows sum to on one piece, or above one knot, where the slope (changes) so much."""
+    return Pieces(
+        pieces.rho + slope * psi,
+        pieces.rate + slope * (rho * away),
+        _collect(pieces.slopes, at, rho * psi, F),
+        _collect(pieces.offsets, at, row, F),
+    )
+
+
+@triton.jit
+def _over_pieces(pieces, ds, psi, away, base, q, head, t, F: tl.constexpr):
+    """The sums of a tile with any knots."""
+    r0, r1 = _pieces_in(base, q, head, 1, F)
+    here = _fold(tl.where(psi == 0.0, ds, 0.0), F.BM, F.BN)  # distance 0, below knots that were not counted
+    offsets = _collect(pieces.offsets, _below(head.knots, 0.0), here, F)
+    pieces = Pieces(pieces.rho, pieces.rate, pieces.slopes, offsets)
+    ds = tl.where(psi == 0.0, 0.0, ds)
+    slope = _piece(t, head, r0, False, F).slope
+    row, by_psi, by_away = _fold(ds, F.BM, F.BN), _fold(ds * psi, F.BM, F.BN), _fold(ds * away, F.BM, F.BN)
+    pieces = _to_piece(pieces, r0, slope, row, by_psi, by_away, q.rho, F)
+    for k in range(r0, r1):
+        x = tl.where(psi * q.rho > tl.load(t.c + k), ds, 0.0)
+        row, by_psi, by_away = _fold(x, F.BM, F.BN), _fold(x * psi, F.BM, F.BN), _fold(x * away, F.BM, F.BN)
+        pieces = _to_piece(pieces, F.KNOTS + 1 + k, _jump(t, head.h, k, F), row, by_psi, by_away, q.rho, F)
+    return pieces
 
 
 @triton.jit
@@ -779,13 +886,15 @@ def _slide(x, TURNED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, Bounds, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k,
-    t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b,
-    dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
+    Q, K, V, O, Low, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, ByRate, PieceSums, Bounds, Meta, Docs, TA, TB, TC, TD,
+    TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b,
+    do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dQ, the delta that the other kernels use, and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
-    potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots, for
-    backward_k: `Bounds` [B, blocks, 2] of rho."""
+    potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots: ByRate
+    [B, H, Tq], of which the host takes the sum; `PieceSums` [B, H, blocks, 2, PP], zeroed: sums of dS * u and of dS
+    over the tiles that begin on each piece, then over what lies above each knot; and for backward_k `Bounds`
+    [B, blocks, 2] of rho."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
@@ -801,6 +910,9 @@ def backward_q(
     do = _features(DO + b * do_b + h * do_h, r64, do_t, r < Tq, True, F)
     o = _features(O + b * o_b + h * o_h, r64, o_t, r < Tq, True, F)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if F.SURE and not F.EXACT:
+        low = _features(Low + b * o_b + h * o_h, r64, o_t, r < Tq, True, F)
+        delta += tl.sum(low.to(tl.float32) * do.to(tl.float32), 1)
     row = (b * H + h) * Tq + r
     head = _head(t, h, F)
     info = _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, F)
@@ -818,60 +930,82 @@ def backward_q(
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     dq = _zeros(F.BM, F.DP)
     zero = _zeros(F.BM, 8)
-    rowsum = zero
-    by_query = zero
-    of_query = zero
-    by_gate = zero
-    of_gate = zero
-    by_mix = _zeros(F.BM, F.RP)
+    none = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), zero, zero, zero, zero, zero)
+    sums = none
+    pieces = Pieces(zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
     K += b * k_b + (h // GROUP) * k_h
     V += b * v_b + (h // GROUP) * v_h
     SK = TB + b * t_k + h * Tk
     if F.HAS_FAR and F.CAUSAL:
-        dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
-            dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, begin, far,
-            mcol, klen, SK, info, head, t, c2, False, FAR, F)  # fmt: skip
+        dq, sums, pieces = _backward_q_tiles(
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2, False,
+            FAR, F)  # fmt: skip
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-        while begin < full:
-            stop, r0, r1 = _pure_keys(begin, full, mcol, info, head, t, F)
-            dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
-                dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, begin,
-                stop, mcol, klen, SK, info, _piece(t, head, r0, F), t, c2, False, PURE, F)  # fmt: skip
-            begin = tl.where(stop == begin, begin + F.BN, stop)
-            dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
-                dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, stop,
-                begin, mcol, klen, SK, _counted(info, r0, r1), head, t, c2, False, MIXED, F)  # fmt: skip
-    elif not (F.DOCS or F.WINDOW > 0):
-        dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
-            dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, far, full,
-            mcol, klen, SK, info, head, t, c2, False, ANY, F)  # fmt: skip
-    dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix = _backward_q_tiles(
-        dq, rowsum, by_query, of_query, by_gate, of_gate, by_mix, q, do, delta, lse, K, V, k_t, v_t, full, end,
-        mcol, klen, SK, info, head, t, c2, True, ANY, F)  # fmt: skip
+        n0 = begin
+        while n0 < full:
+            stop, r0, r1 = _run_of_keys(n0, full, mcol, info, head, t, F)
+            if (r1 == r0) & (stop > n0):
+                piece = _piece(t, head, r0, False, F)
+                dq, run, pieces = _backward_q_tiles(
+                    dq, none, pieces, q, do, delta, lse, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, piece, t, c2,
+                    False, PURE, F)  # fmt: skip
+                if F.GRAD:
+                    pieces = _to_piece(pieces, r0, piece.slope, run.row, run.psi, run.away, info.rho, F)
+            elif stop > n0:
+                piece = _piece(t, head, r0, True, F)
+                dq, run, pieces = _backward_q_tiles(
+                    dq, none, pieces, q, do, delta, lse, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, piece, t, c2,
+                    False, BENT, F)  # fmt: skip
+                if F.GRAD:
+                    pieces = _to_piece(pieces, r0, piece.slope, run.row, run.psi, run.away, info.rho, F)
+                    pieces = _to_piece(pieces, F.KNOTS + 1 + r0, piece.jump, run.row_above, run.psi_above,
+                                       run.away_above, info.rho, F)  # fmt: skip
+            n0 = tl.maximum(stop, n0 + F.BN)
+        n0 = begin
+        while n0 < end:
+            stop, r0, r1 = _run_of_keys(n0, full, mcol, info, head, t, F)
+            if stop == n0:
+                dq, run, pieces = _backward_q_tiles(
+                    dq, none, pieces, q, do, delta, lse, K, V, k_t, v_t, n0, tl.minimum(n0 + F.BN, end), mcol, klen, SK,
+                    info, head, t, c2, True, ANY, F)  # fmt: skip
+            n0 = tl.maximum(stop, n0 + F.BN)
+    else:
+        if not (F.DOCS or F.WINDOW > 0):
+            dq, sums, pieces = _backward_q_tiles(
+                dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
+                False, ANY, F)  # fmt: skip
+        dq, sums, pieces = _backward_q_tiles(
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2, True,
+            ANY, F)  # fmt: skip
 
     _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq * scale, F)
-    rowsum = tl.sum(rowsum, 1)
     # Rows of dS sum to zero. What they sum to here is the error of delta, which came from a rounded output: with it
     # delta is put right for the other kernels, and the sums above for that error times the expectation of their factor.
+    rowsum = tl.sum(sums.row, 1)
     tl.store(Delta + row, delta + rowsum, mask=r < Tq)
     if F.GRAD:
-        if F.KIND == LOG or (F.KIND == POTENTIAL and not F.CAUSAL) or (F.KIND == PROFILE and F.KNOTS > 0):
-            of_queries = tl.sum(by_query, 1) - rowsum * tl.sum(of_query, 1)
-            tl.store(ByQuery + row, of_queries * LN2 if F.KIND == PROFILE else of_queries, mask=r < Tq)
+        if F.KIND == LOG or (F.KIND == POTENTIAL and not F.CAUSAL):
+            tl.store(ByQuery + row, tl.sum(sums.query, 1) - rowsum * tl.sum(sums.of_query, 1), mask=r < Tq)
         if F.GATED:
-            of_gates = tl.sum(by_gate, 1) - rowsum * tl.sum(of_gate, 1)
+            of_gates = tl.sum(sums.gate, 1) - rowsum * tl.sum(sums.of_gate, 1)
             tl.store(ByGate + row, of_gates * scale if F.RAW else of_gates, mask=r < Tq)
         if F.KIND == BANK:
             n = tl.arange(0, F.RP)
             ok = (r[:, None] < Tq) & (n[None, :] < F.RANK)
-            tl.store(ByQuery + row[:, None] * F.RANK + n[None, :], by_mix, mask=ok)
+            tl.store(ByQuery + row[:, None] * F.RANK + n[None, :], sums.mix, mask=ok)
+        if F.KNOTS > 0:  # slopes are in units of log 2
+            tl.store(ByQuery + row, tl.sum(pieces.rho, 1) * LN2, mask=r < Tq)
+            tl.store(ByRate + row, tl.sum(pieces.rate, 1) * LN2, mask=r < Tq)
+            n = tl.arange(0, F.PP)
+            to = PieceSums + ((b * H + h) * tl.num_programs(0) + m0 // F.BM) * (2 * F.PP)
+            tl.store(to + n, tl.sum(pieces.slopes, 0))
+            tl.store(to + F.PP + n, tl.sum(pieces.offsets, 0))
 
 
 @triton.jit
 def _backward_k_tiles(
-    dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Q, DO, q_t, do_t, Lse, Delta, begin, end, n0, q_off,
-    klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Bounds, r0, r1, c2,
-    MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
+    dk, dv, key_sum, rate_sum, k, v, Q, DO, q_t, do_t, Lse, Delta, begin, end, n0, q_off, klen, b, Tq, sj, sref, doc_lo,
+    doc_hi, head, t, Bounds, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     a = tl.arange(0, F.BM)
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
@@ -896,9 +1030,9 @@ def _backward_k_tiles(
         si = si[None, :]
         gi = gi[None, :]
         rho = rho[None, :]
-        info = Query(si, sref, gi, rho, rho_lo, rho_hi, r0, r1, mix, 0, 0)
-        s, u, steep, p0, p1 = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, True, MODE, F)
-        if MODE == PURE:
+        info = Query(si, sref, gi, rho, rho_lo, rho_hi, mix, 0, 0)
+        s, psi = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, True, MODE, F)
+        if MODE == PURE or MODE == BENT:
             lse -= head.far
         if F.CANCEL and F.KIND == SLOPE:
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
@@ -926,55 +1060,24 @@ def _backward_k_tiles(
                     gap = si - sj
                     weighted = tl.where(gap > 0, weighted, tl.where(gap < 0, -weighted, 0.0))
                 key_sum += _fold(weighted, F.BN, F.BM)
-            if F.KIND == PROFILE and F.KNOTS == 0:
-                key_sum += _fold(ds * u, F.BN, F.BM)
+            if F.KIND == PROFILE:
+                x = ds if F.ONE else ds * rho
+                key_sum += _fold(x * psi, F.BN, F.BM)
                 pull = _spread(_psi_by_rate(mcol - n0 - F.BN + tl.arange(0, F.SPAN), head.rate, F), True, F)
-                rate_sum += _fold(ds * (pull if F.ONE else rho * pull), F.BN, F.BM)
-            if F.KIND == PROFILE and F.KNOTS > 0:
-                # These sums run over keys, so keys that are not there must not count.
-                x = ds if F.EVEN else tl.where(j < klen, ds, 0.0)
-                away = tl.abs(mcol - n0 - F.BN + tl.arange(0, F.SPAN)).to(tl.float32)
-                away = _spread(away / (head.rate * away + 1.0), True, F)
-                if MODE == PURE:  # of one piece: the caller knows which
-                    flat_sum += _fold(x, F.BN, F.BM)
-                    x *= rho
-                    key_sum += _fold(x * u, F.BN, F.BM)
-                    rate_sum += _fold(x * away, F.BN, F.BM) * head.slope
-                else:
-                    rate_sum += _fold(x * (away * rho * steep), F.BN, F.BM)
-                    slopes = _collect(slopes, p0, _fold(x * u, F.BN, F.BM), F)
-                    offsets = _collect(offsets, p0, _fold(x, F.BN, F.BM), F)
-                    for y in range(p0, p1):
-                        above = tl.where(u > tl.load(t.c + y), x, 0.0)
-                        slopes = _collect(slopes, F.KNOTS + 1 + y, _fold(above * u, F.BN, F.BM), F)
-                        offsets = _collect(offsets, F.KNOTS + 1 + y, _fold(above, F.BN, F.BM), F)
+                rate_sum += _fold(x * pull, F.BN, F.BM)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=F.PREC)
-    return dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets
-
-
-@triton.jit
-def _collect(sums, at, x, F: tl.constexpr):
-    """Sums [4, PP] with the sum of x [BN, 8] added in column `at`, in four parts: each what one warp of four holds, so
-    that warps need not wait for each other."""
-    if F.EXACT:
-        # In the layout of float32 products several threads hold each entry, and Triton 3.6 would count it for each.
-        part = tl.where(tl.arange(0, 4) == 0, tl.sum(tl.sum(x, 1), 0), 0.0)
-    else:
-        part = tl.sum(tl.reshape(x, (4, F.BN * 2)), 1)
-    return sums + tl.where(tl.arange(0, F.PP)[None, :] == at, part[:, None], 0.0)
+    return dk, dv, key_sum, rate_sum
 
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, PieceSums, Bounds, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k,
+    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, Bounds, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k,
     t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t,
     dv_b, dv_h, dv_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
-    potential at the keys, or for slopes and a profile without knots, of which the host takes the sum;
-    `DRate`, the same for a profile's rate; `PieceSums` [B, H, blocks, 2, PP], zeroed:
-    sums of dS * u and of dS over the tiles that begin on each piece, then over what lies above each knot. With
-    CANCEL, `Lse` is relative to the blocks of QM queries of backward_q, which wrote it so."""
+    potential at the keys, or for slopes and a profile without knots, of which the host takes the sum; `DRate`, the same
+    for its rate. With CANCEL, `Lse` is relative to the blocks of QM queries of backward_q, which wrote it so."""
     n0 = tl.program_id(0) * F.BN
     HKV = H // GROUP
     b = (tl.program_id(1) // HKV).to(tl.int64)
@@ -1035,58 +1138,54 @@ def backward_k(
         row = (b * H + h) * Tq
         key_sum = _zeros(F.BN, 8)
         rate_sum = _zeros(F.BN, 8)
-        flat_sum = _zeros(F.BN, 8)
-        slopes = _zeros(4, F.PP)
-        offsets = _zeros(4, F.PP)
         Lse_h = Lse + row
         Delta_h = Delta + row
-        if F.CAUSAL or F.DOCS or F.WINDOW > 0:
-            dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h,
-                begin, full, n0, q_off, klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Bounds, 0, 0, c2,
-                True, ANY, F)  # fmt: skip
         if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
             m0 = full
             while m0 < end:
-                stop, r0, r1 = _pure_queries(m0, end, q_off + m0 - n0, Bounds, head, t, F)
-                dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets = _backward_k_tiles(
-                    dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, m0,
-                    stop, n0, q_off, klen, b, Tq, j, sj, sref, doc_lo, doc_hi, _piece(t, head, r0, F), t, Bounds, 0, 0,
-                    c2, False, PURE, F)  # fmt: skip
-                if F.GRAD:
-                    slopes = _collect(slopes, r0, key_sum, F)
-                    offsets = _collect(offsets, r0, flat_sum, F)
-                    key_sum = _zeros(F.BN, 8)
-                    flat_sum = _zeros(F.BN, 8)
-                m0 = tl.where(stop == m0, tl.minimum(m0 + F.BM, end), stop)
-                dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets = _backward_k_tiles(
-                    dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h,
-                    stop, m0, n0, q_off, klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Bounds, r0, r1, c2, False,
-                    MIXED, F)  # fmt: skip
-        elif not (F.DOCS or F.WINDOW > 0):
-            dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h,
-                full, far, n0, q_off, klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Bounds, 0, 0, c2,
-                False, ANY, F)  # fmt: skip
+                stop, r0, r1 = _run_of_queries(m0, end, q_off + m0 - n0, Bounds, head, t, F)
+                if (r1 == r0) & (stop > m0):
+                    dk, dv, key_sum, rate_sum = _backward_k_tiles(
+                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, m0, stop, n0, q_off, klen,
+                        b, Tq, sj, sref, doc_lo, doc_hi, _piece(t, head, r0, False, F), t, Bounds, c2, False, PURE,
+                        F)  # fmt: skip
+                elif stop > m0:
+                    dk, dv, key_sum, rate_sum = _backward_k_tiles(
+                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, m0, stop, n0, q_off, klen,
+                        b, Tq, sj, sref, doc_lo, doc_hi, _piece(t, head, r0, True, F), t, Bounds, c2, False, BENT,
+                        F)  # fmt: skip
+                m0 = tl.maximum(stop, m0 + F.BM)
+            m0 = begin
+            while m0 < end:
+                stop = m0
+                if m0 >= full:
+                    stop, r0, r1 = _run_of_queries(m0, end, q_off + m0 - n0, Bounds, head, t, F)
+                if stop == m0:
+                    dk, dv, key_sum, rate_sum = _backward_k_tiles(
+                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, m0,
+                        tl.minimum(m0 + F.BM, end), n0, q_off, klen, b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bounds,
+                        c2, True, ANY, F)  # fmt: skip
+                m0 = tl.maximum(stop, m0 + F.BM)
+        else:
+            if F.CAUSAL or F.DOCS or F.WINDOW > 0:
+                dk, dv, key_sum, rate_sum = _backward_k_tiles(
+                    dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, begin, full, n0, q_off, klen,
+                    b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bounds, c2, True, ANY, F)  # fmt: skip
+            if not (F.DOCS or F.WINDOW > 0):
+                dk, dv, key_sum, rate_sum = _backward_k_tiles(
+                    dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, full, far, n0, q_off, klen, b,
+                    Tq, sj, sref, doc_lo, doc_hi, head, t, Bounds, c2, False, ANY, F)  # fmt: skip
         if F.HAS_FAR and F.CAUSAL:
-            dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, flat_sum, slopes, offsets, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h,
-                far, end, n0, q_off, klen, b, Tq, j, sj, sref, doc_lo, doc_hi, head, t, Bounds, 0, 0, c2,
-                False, FAR, F)  # fmt: skip
+            dk, dv, key_sum, rate_sum = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, far, end, n0, q_off, klen, b, Tq,
+                sj, sref, doc_lo, doc_hi, head, t, Bounds, c2, False, FAR, F)  # fmt: skip
         if F.GRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1
-            if F.KNOTS == 0:
-                total = tl.sum(key_sum, 1)
-                if F.RAW and F.GATED:
-                    total *= scale
-                tl.store(DKey + at, tl.where(j1 < klen, total, 0.0), mask=j1 < Tk)
-            if F.KNOTS > 0:
-                rate_sum *= LN2
-                n = tl.arange(0, F.PP)
-                Sums = PieceSums + ((b * H + h) * tl.num_programs(0) + tl.program_id(0)) * (2 * F.PP)
-                tl.store(Sums + n, tl.sum(slopes, 0))
-                tl.store(Sums + F.PP + n, tl.sum(offsets, 0))
+            total = tl.sum(key_sum, 1)
+            if F.RAW and F.GATED:
+                total *= scale
+            tl.store(DKey + at, tl.where(j1 < klen, total, 0.0), mask=j1 < Tk)
             if F.KIND == PROFILE:
                 tl.store(DRate + at, tl.where(j1 < klen, tl.sum(rate_sum, 1), 0.0), mask=j1 < Tk)
     DK += b * dk_b + hk * dk_h
@@ -1215,7 +1314,8 @@ def _bank_gradient_tiles(
         w = tl.exp2(s - lse[None, :])
         if MASKED:
             lo, hi = _borders(Docs, (off + r)[None, :], Tk, F)
-            w = tl.where(_visible((a + base)[None, :], a[:, None], klen - n0, j[:, None], lo, hi, F) & ok_k[:, None], w, 0.0)
+            ok = _visible((a + base)[None, :], a[:, None], klen - n0, j[:, None], lo, hi, F) & ok_k[:, None]
+            w = tl.where(ok, w, 0.0)
         z = _slide((w * (dp - delta[None, :])).to(q.dtype), True, F).to(tl.float32)
         z = tl.dot(tl.zeros_like(tl.trans(columns)), tl.trans(mix), z, input_precision=F.PREC)  # as in backward_q
         acc = tl.dot(z.to(q.dtype), mix, acc, input_precision=F.PREC)

@@ -205,8 +205,10 @@ def longest(step: Callable[[], None], count: int) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(3):
             step()
-    took = {event.key: event.self_device_time_total / 3e3 for event in found.key_averages()}
-    return {name[:90]: round(took[name], 3) for name in sorted(took, key=lambda name: -took[name])[:count]}
+    took: dict[str, float] = {}
+    for event in found.key_averages():
+        took[event.key[:90]] = took.get(event.key[:90], 0.0) + event.self_device_time_total / 3e3
+    return {name: round(took[name], 3) for name in sorted(took, key=lambda name: -took[name])[:count]}
 
 
 class Clock:

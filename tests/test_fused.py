@@ -197,6 +197,42 @@ def test_head_sizes(head_dim):
     compare("cable", HALF, head_dim=head_dim, heads=2, key_heads=1, T=LENGTH if GPU else 20)
 
 
+@pytest.mark.parametrize("spec", ["t5", "kerple", "fire:width=8,length=9", "inkling:rank=16,length=50"])
+def test_large_heads(spec):
+    """Whose blocks are others on a GPU."""
+    compare(spec, HALF, head_dim=128, heads=2, key_heads=1, T=256 if GPU else 20)
+
+
+def test_where_the_knots_of_fire_lie():
+    """All in one place as they are at first, some near distance 0, many in a tile, none."""
+
+    def gradients(impl: str, dtype: torch.dtype, bias: torch.Tensor) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        q, k, v, do = (torch.randn(2, 2, T, 16, generator=generator).to(dtype).to(DEVICE) for _ in range(4))
+        torch.manual_seed(0)
+        encoding = build(f"fire:width=8,length={length}", heads=2, head_dim=16)
+        with torch.no_grad():
+            encoding.inner.weight.fill_(1.0)
+            encoding.inner.bias.copy_(bias)
+            encoding.outer.weight.normal_()
+        if impl == "exact":
+            q, k, v, do, encoding = q.double(), k.double(), v.double(), do.double(), encoding.double()
+        encoding = encoding.to(DEVICE)
+        out = relpos.attention(q, k, v, encoding, impl="fused" if impl == "fused" else "reference")
+        # The gradient of the outer bias is zero.
+        found = torch.autograd.grad(out, [p for name, p in encoding.named_parameters() if name != "outer.bias"], do)
+        return {str(n): x for n, x in enumerate((out.detach(), *found))}
+
+    T, length = (1024, 200) if GPU else (96, 20)
+    places = [torch.zeros(8), torch.linspace(0.0, 0.05, 8), torch.linspace(0.5, 0.9, 8), torch.full((8,), 2.0)]
+    places.append(torch.tensor([0.5, 0.51, 0.7, 0.71, 0.72, 0.9, 0.95, 3.0]))
+    for place in places:
+        ours, eager, exact = (gradients(impl, HALF, -place) for impl in ("fused", "reference", "exact"))
+        for name, truth in exact.items():
+            error, allowed = ((x[name].double() - truth).norm().item() for x in (ours, eager))
+            assert error <= 2 * allowed + 1e-5 * truth.norm().item() + 1e-7, (place, name, error, allowed)
+
+
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotation(layout, dtype):

@@ -107,7 +107,7 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
     "backward_q": ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     "backward_k": ((32, 64, 4, 3, 128), (32, 64, 4, 2, 0)),
     "backward_distance": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
-    "backward_bank": ((64, 64, 4, 2, 0), (64, 64, 4, 1, 0)),
+    "backward_bank": ((64, 64, 4, 2, 0), (64, 64, 4, 2, 0)),
 }
 
 
@@ -117,9 +117,9 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
     ("backward_k", PROFILE): ((32, 64, 4, 3, 168), None),
     ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     ("backward_q", KNOTTED): ((64, 32, 4, 3, 168), (64, 32, 4, 2, 0)),
-    ("backward_k", KNOTTED): ((32, 64, 4, 3, 0), (32, 64, 4, 1, 0)),
+    ("backward_k", KNOTTED): ((32, 64, 4, 3, 168), (32, 64, 4, 2, 0)),
     ("forward", BANK): ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
-    ("backward_q", BANK): ((64, 64, 4, 2, 0), (64, 64, 4, 1, 0)),
+    ("backward_q", BANK): ((64, 64, 4, 2, 0), (64, 64, 8, 2, 0)),
     ("backward_k", BANK): ((64, 64, 4, 2, 0), (32, 64, 4, 2, 0)),
 }
 
@@ -251,8 +251,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
     rank = (b.shape[0],) if kind == BANK else ()
     by_query = maybe(kind in (LOG, BANK) or knots or (kind == POTENTIAL and not causal), *lse.shape, *rank)
     by_gate = maybe(gated, *lse.shape)
-    # With slopes and linear potentials, what backward_k needs of a row is relative to the row's block here.
-    local = torch.empty_like(lse) if call.flags["CANCEL"] and kind in (SLOPE, POTENTIAL) else lse
+    rows = lse.new_empty(*lse.shape, 4)
     by_key = maybe(kind not in (DISTANCE, BANK) and not knots, call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tq if knots else call.Tk)
     blocks = -(-call.Tq // call.blocks("backward_q")[0])
@@ -262,7 +261,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
         QM = part.blocks("backward_q")[0]
         part.launch(
             "backward_q", (-(-call.Tq // QM), call.B * call.H),
-            [q, k, v, out, low, do, lse, local, delta, dq, by_query, by_gate, by_rate, pieces, bounds],
+            [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_rate, pieces, bounds],
             [q, k, v, out, do, dq],
             [scale, part.reach], GRAD=grad,
         )  # fmt: skip
@@ -271,7 +270,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
         assert QM % BM == 0
         part.launch(
             "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
-            [q, k, v, do, local, delta, dk, dv, by_key, by_rate, bounds], [q, k, v, do, dk, dv],
+            [q, k, v, do, rows, dk, dv, by_key, by_rate, bounds], [q, k, v, do, dk, dv],
             [scale, part.reach], GRAD=grad and kind not in (DISTANCE, BANK) and not knots, QM=QM,
         )  # fmt: skip
 
@@ -282,8 +281,10 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
     elif kind in (POTENTIAL, LOG):
         factor = 1 if kind == POTENTIAL else 2
         if wants & A:  # the causal linear form has none: it is constant along a row
-            if c is not None:  # linear gates came divided by the scale
-                by_query = by_query * c * (scale if kind == POTENTIAL else 1.0)
+            if c is not None:
+                by_query = by_query * c
+            if kind == POTENTIAL:  # gates, or without them potentials, came divided by the scale
+                by_query = by_query * scale
             grads[A] = torch.zeros_like(lse) if kind == POTENTIAL and causal else -factor * by_query
         grads[B_] = by_key if factor == 1 else factor * by_key
         # by_gate of the logarithm is in units of log 2.
@@ -502,6 +503,8 @@ def _operands(
         given = [term.query, term.key]
         if term.gate is not None:
             given.append(term.gate if term.log else term.gate / scale)
+        elif not term.log:
+            given = [term.query / scale, term.key / scale]
     elif isinstance(term, Profile):
         rho = term.rho
         if not term.knots.numel() and rho.shape[0] == 1 and rho.stride(1) == 0:

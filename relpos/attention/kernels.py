@@ -24,8 +24,8 @@ piece. Programs with no such queries end at once.
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
-- RAW kinds (no term, linear potentials) leave scores as q . k, and gates come divided by the scale: it is applied
-  inside the exponential, where it costs nothing.
+- RAW kinds (no term, linear potentials) leave scores as q . k, and gates, or without them potentials, come divided by
+  the scale: it is applied inside the exponential, where it costs nothing.
 - What depends on the distance alone is computed or loaded once per tile, for its BM + BN - 1 distances, and spread over
   the tile from shared memory (`_spread`): no table of tiles exists, and logarithms cost nothing.
 - `ref` is the key column of the tile's first query. Distances and potentials enter relative to it, so that float32
@@ -208,7 +208,7 @@ def _row_constant(fi, si, sref, gi, slope, c2, F: tl.constexpr):
         r = slope * fi
     else:
         r = si - sref
-        r = r * gi * c2 if F.GATED else r * LOG2E
+        r = r * gi * c2 if F.GATED else r * c2
     return r
 
 
@@ -456,7 +456,7 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: t
             gap = q.s - sj
         else:
             gap = tl.abs(q.s - sj)
-        s -= q.gate * gap if F.GATED else gap * (LOG2E / c2)
+        s -= q.gate * gap if F.GATED else gap
     if F.KIND == LOG:
         gap = q.s - sj
         log = _log2(gap * gap + 1.0, F.EXACT)
@@ -569,6 +569,31 @@ def _vector(P, at, size, other, MASKED: tl.constexpr):
         return tl.load(P + at, mask=at < size, other=other)
     else:
         return tl.load(P + at)
+
+
+@triton.jit
+def _rows(P, a, size, F: tl.constexpr):
+    """What backward_q left of the queries a: level, delta, gate and S_i or rho, [1, BM] each. As one load it is spread
+    over the threads; four would be repeated by every warp."""
+    at = a[:, None] * 4 + tl.arange(0, 4)[None, :]
+    if F.EVEN:
+        x = tl.load(P + at)
+    else:
+        x = tl.load(P + at, mask=a[:, None] < size, other=0.0)
+    x, y = tl.split(tl.reshape(x, (F.BM, 2, 2)))
+    level, gate = tl.split(x)
+    delta, s = tl.split(y)
+    if not F.EVEN:
+        level = tl.where(a < size, level, float("inf"))
+    return level[None, :], delta[None, :], gate[None, :], s[None, :]
+
+
+@triton.jit
+def _put_rows(P, at, ok, level, delta, gate, s):
+    """For `_rows`."""
+    x = tl.join(tl.join(level, gate), tl.join(delta, s))  # [BM, 2, 2]: level and delta, then gate and s
+    x = tl.reshape(x, (level.shape[0], 4))
+    tl.store(P + at[:, None] * 4 + tl.arange(0, 4)[None, :], x, mask=ok[:, None])
 
 
 @triton.jit
@@ -781,15 +806,15 @@ def _backward_q_tiles(
             if not F.SURE:
                 row += _fold(ds, F.BM, F.BN)
             if F.KIND == POTENTIAL:
-                gap = (sj - info.ref) if F.CANCEL else (sj - info.s)
+                gap = (info.ref - sj) if F.CANCEL else (info.s - sj)
                 if not F.CAUSAL:
-                    sign = tl.where(gap < 0, 1.0, tl.where(gap > 0, -1.0, 0.0))
+                    sign = tl.where(gap > 0, 1.0, tl.where(gap < 0, -1.0, 0.0))
                     query += _fold(ds * sign, F.BM, F.BN)
                     of_query += _fold(w * sign, F.BM, F.BN)
-                    gap = -tl.abs(gap)
+                    gap = tl.abs(gap)
                 if F.GATED:
-                    gate += _fold(ds * gap, F.BM, F.BN)
-                    of_gate += _fold(w * gap, F.BM, F.BN)
+                    gate -= _fold(ds * gap, F.BM, F.BN)
+                    of_gate -= _fold(w * gap, F.BM, F.BN)
             if F.KIND == LOG:
                 gap = info.s - sj
                 log = _log2(gap * gap + 1.0, F.EXACT)
@@ -886,11 +911,12 @@ def _slide(x, TURNED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, Low, DO, Lse, Local, Delta, DQ, ByQuery, ByGate, ByRate, PieceSums, Bounds, Meta, Docs, TA, TB, TC, TD,
+    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByRate, PieceSums, Bounds, Meta, Docs, TA, TB, TC, TD,
     TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b,
     do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
-    """dQ, the delta that the other kernels use, and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
+    """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, 4], where with CANCEL the level is
+    relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
     potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots: ByRate
     [B, H, Tq], of which the host takes the sum; `PieceSums` [B, H, blocks, 2, PP], zeroed: sums of dS * u and of dS
     over the tiles that begin on each piece, then over what lies above each knot; and for backward_k `Bounds`
@@ -925,7 +951,6 @@ def backward_q(
     if F.CANCEL and (F.KIND == SLOPE or F.KIND == POTENTIAL):
         fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
         lse += tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, c2, F), 1)
-        tl.store(Local + row, lse, mask=r < Tq)
 
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     dq = _zeros(F.BM, F.DP)
@@ -982,7 +1007,10 @@ def backward_q(
     # Rows of dS sum to zero. What they sum to here is the error of delta, which came from a rounded output: with it
     # delta is put right for the other kernels, and the sums above for that error times the expectation of their factor.
     rowsum = tl.sum(sums.row, 1)
-    tl.store(Delta + row, delta + rowsum, mask=r < Tq)
+    delta += rowsum
+    tl.store(Delta + row, delta, mask=r < Tq)
+    of_s = info.rho if F.KIND == PROFILE else info.s
+    _put_rows(Rows, row, r < Tq, lse, delta, tl.sum(info.gate, 1), tl.sum(of_s, 1))
     if F.GRAD:
         if F.KIND == LOG or (F.KIND == POTENTIAL and not F.CAUSAL):
             tl.store(ByQuery + row, tl.sum(sums.query, 1) - rowsum * tl.sum(sums.of_query, 1), mask=r < Tq)
@@ -1004,21 +1032,18 @@ def backward_q(
 
 @triton.jit
 def _backward_k_tiles(
-    dk, dv, key_sum, rate_sum, k, v, Q, DO, q_t, do_t, Lse, Delta, begin, end, n0, q_off, klen, b, Tq, sj, sref, doc_lo,
+    dk, dv, key_sum, rate_sum, k, v, Q, DO, q_t, do_t, Rows, begin, end, n0, q_off, klen, b, Tq, sj, sref, doc_lo,
     doc_hi, head, t, Bounds, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     a = tl.arange(0, F.BM)
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
     for m0 in range(begin, end, F.BM):
-        r = tl.multiple_of(m0 + a, 16)  # its first entry is, as every block is; loads are wider then
         mcol = q_off + m0
-        q = _features(Q + tl.cast(m0, tl.int64) * q_t, a, q_t, r < Tq, not F.EVEN, F)
-        do = _features(DO + tl.cast(m0, tl.int64) * do_t, a, do_t, r < Tq, not F.EVEN, F)
-        lse = _vector(Lse, r, Tq, float("inf"), not F.EVEN)[None, :]
-        delta = _vector(Delta, r, Tq, 0.0, not F.EVEN)[None, :]
+        q = _features(Q + tl.cast(m0, tl.int64) * q_t, a, q_t, a < Tq - m0, not F.EVEN, F)
+        do = _features(DO + tl.cast(m0, tl.int64) * do_t, a, do_t, a < Tq - m0, not F.EVEN, F)
+        lse, delta, gi, si = _rows(Rows + tl.cast(m0, tl.int64) * 4, a, Tq - m0, F)
         s = _scores(k, q, c2, F)
         fi = (mcol - n0 + a).to(tl.float32)[None, :]
-        si, gi, rho = _per_query(t, b, head.h, r, Tq, F)
         rho_lo = 1.0
         rho_hi = 1.0
         mix = 0.0
@@ -1026,11 +1051,8 @@ def _backward_k_tiles(
             rho_lo = tl.load(Bounds + m0 // F.QM * 2)
             rho_hi = tl.load(Bounds + m0 // F.QM * 2 + 1)
         if F.KIND == BANK:
-            mix = _mix(t, b, head.h, r, Tq, F)
-        si = si[None, :]
-        gi = gi[None, :]
-        rho = rho[None, :]
-        info = Query(si, sref, gi, rho, rho_lo, rho_hi, mix, 0, 0)
+            mix = _mix(t, b, head.h, m0 + a, Tq, F)
+        info = Query(si, sref, gi, si, rho_lo, rho_hi, mix, 0, 0)
         s, psi = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, True, MODE, F)
         if MODE == PURE or MODE == BENT:
             lse -= head.far
@@ -1038,7 +1060,7 @@ def _backward_k_tiles(
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
         if F.CANCEL and F.KIND == POTENTIAL:
             moved = tl.load(t.a + b * t.q_b + head.h * Tq + m0 // F.QM * F.QM) - sref
-            lse += moved * c2 * gi if F.GATED else moved * LOG2E
+            lse += moved * c2 * gi if F.GATED else moved * c2
         w = tl.exp2(s * c2 - lse) if F.RAW else tl.exp2(s - lse)
         if MASKED:
             n = tl.arange(0, F.BN)[:, None]
@@ -1061,7 +1083,7 @@ def _backward_k_tiles(
                     weighted = tl.where(gap > 0, weighted, tl.where(gap < 0, -weighted, 0.0))
                 key_sum += _fold(weighted, F.BN, F.BM)
             if F.KIND == PROFILE:
-                x = ds if F.ONE else ds * rho
+                x = ds if F.ONE else ds * si
                 key_sum += _fold(x * psi, F.BN, F.BM)
                 pull = _spread(_psi_by_rate(mcol - n0 - F.BN + tl.arange(0, F.SPAN), head.rate, F), True, F)
                 rate_sum += _fold(x * pull, F.BN, F.BM)
@@ -1071,13 +1093,13 @@ def _backward_k_tiles(
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Lse, Delta, DK, DV, DKey, DRate, Bounds, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k,
+    Q, K, V, DO, Rows, DK, DV, DKey, DRate, Bounds, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k,
     t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t,
     dv_b, dv_h, dv_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
     potential at the keys, or for slopes and a profile without knots, of which the host takes the sum; `DRate`, the same
-    for its rate. With CANCEL, `Lse` is relative to the blocks of QM queries of backward_q, which wrote it so."""
+    for its rate. QM is the block of queries of backward_q, which wrote Rows and Bounds."""
     n0 = tl.program_id(0) * F.BN
     HKV = H // GROUP
     b = (tl.program_id(1) // HKV).to(tl.int64)
@@ -1138,20 +1160,19 @@ def backward_k(
         row = (b * H + h) * Tq
         key_sum = _zeros(F.BN, 8)
         rate_sum = _zeros(F.BN, 8)
-        Lse_h = Lse + row
-        Delta_h = Delta + row
+        Rows_h = Rows + row * 4
         if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
             m0 = full
             while m0 < end:
                 stop, r0, r1 = _run_of_queries(m0, end, q_off + m0 - n0, Bounds, head, t, F)
                 if (r1 == r0) & (stop > m0):
                     dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, m0, stop, n0, q_off, klen,
+                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0, stop, n0, q_off, klen,
                         b, Tq, sj, sref, doc_lo, doc_hi, _piece(t, head, r0, False, F), t, Bounds, c2, False, PURE,
                         F)  # fmt: skip
                 elif stop > m0:
                     dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, m0, stop, n0, q_off, klen,
+                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0, stop, n0, q_off, klen,
                         b, Tq, sj, sref, doc_lo, doc_hi, _piece(t, head, r0, True, F), t, Bounds, c2, False, BENT,
                         F)  # fmt: skip
                 m0 = tl.maximum(stop, m0 + F.BM)
@@ -1162,28 +1183,28 @@ def backward_k(
                     stop, r0, r1 = _run_of_queries(m0, end, q_off + m0 - n0, Bounds, head, t, F)
                 if stop == m0:
                     dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, m0,
+                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0,
                         tl.minimum(m0 + F.BM, end), n0, q_off, klen, b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bounds,
                         c2, True, ANY, F)  # fmt: skip
                 m0 = tl.maximum(stop, m0 + F.BM)
         else:
             if F.CAUSAL or F.DOCS or F.WINDOW > 0:
                 dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                    dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, begin, full, n0, q_off, klen,
+                    dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, begin, full, n0, q_off, klen,
                     b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bounds, c2, True, ANY, F)  # fmt: skip
             if not (F.DOCS or F.WINDOW > 0):
                 dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                    dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, full, far, n0, q_off, klen, b,
+                    dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, full, far, n0, q_off, klen, b,
                     Tq, sj, sref, doc_lo, doc_hi, head, t, Bounds, c2, False, ANY, F)  # fmt: skip
         if F.HAS_FAR and F.CAUSAL:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Lse_h, Delta_h, far, end, n0, q_off, klen, b, Tq,
+                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, far, end, n0, q_off, klen, b, Tq,
                 sj, sref, doc_lo, doc_hi, head, t, Bounds, c2, False, FAR, F)  # fmt: skip
         if F.GRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1
             total = tl.sum(key_sum, 1)
-            if F.RAW and F.GATED:
+            if F.RAW:
                 total *= scale
             tl.store(DKey + at, tl.where(j1 < klen, total, 0.0), mask=j1 < Tk)
             if F.KIND == PROFILE:

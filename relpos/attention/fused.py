@@ -113,7 +113,6 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
 
 # Kinds that need more registers or shared memory than most. None: as the others.
 _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
-    ("backward_k", GATED): ((32, 64, 4, 3, 168), None),
     ("backward_k", PROFILE): ((32, 64, 4, 3, 168), None),
     ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     ("backward_q", KNOTTED): ((64, 32, 4, 3, 168), (64, 32, 4, 2, 0)),
@@ -281,10 +280,8 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
     elif kind in (POTENTIAL, LOG):
         factor = 1 if kind == POTENTIAL else 2
         if wants & A:  # the causal linear form has none: it is constant along a row
-            if c is not None:
-                by_query = by_query * c
-            if kind == POTENTIAL:  # gates, or without them potentials, came divided by the scale
-                by_query = by_query * scale
+            if c is not None:  # linear gates came divided by the scale
+                by_query = by_query * c * (scale if kind == POTENTIAL else 1.0)
             grads[A] = torch.zeros_like(lse) if kind == POTENTIAL and causal else -factor * by_query
         grads[B_] = by_key if factor == 1 else factor * by_key
         # by_gate of the logarithm is in units of log 2.
@@ -301,6 +298,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
             # What lies above a knot belongs to the piece behind it, not to the one before.
             of_pieces[:, 1:] += sums[:, K + 1 : 2 * K + 1]
             of_pieces[:, :-1] -= sums[:, K + 1 : 2 * K + 1]
+            of_pieces[..., 1] -= of_pieces[..., 1].mean(1, keepdim=True)  # they sum to zero, as the rows of dS do
             grads[D], grads[E] = of_pieces[..., 0].contiguous(), of_pieces[..., 1].contiguous()
             grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
             if wants & F_:
@@ -503,8 +501,6 @@ def _operands(
         given = [term.query, term.key]
         if term.gate is not None:
             given.append(term.gate if term.log else term.gate / scale)
-        elif not term.log:
-            given = [term.query / scale, term.key / scale]
     elif isinstance(term, Profile):
         rho = term.rho
         if not term.knots.numel() and rho.shape[0] == 1 and rho.stride(1) == 0:

@@ -24,8 +24,8 @@ piece. Programs with no such queries end at once.
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
-- RAW kinds (no term, linear potentials) leave scores as q . k, and gates, or without them potentials, come divided by
-  the scale: it is applied inside the exponential, where it costs nothing.
+- RAW kinds (no term, linear potentials) leave scores as q . k, and gates come divided by the scale: it is applied
+  inside the exponential, where it costs nothing.
 - What depends on the distance alone is computed or loaded once per tile, for its BM + BN - 1 distances, and spread over
   the tile from shared memory (`_spread`): no table of tiles exists, and logarithms cost nothing.
 - `ref` is the key column of the tile's first query. Distances and potentials enter relative to it, so that float32
@@ -49,6 +49,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
 BANK_BEFORE = tl.constexpr(128)  # zeros, at least as many as a tile has distances below zero
+LAST = tl.constexpr(1 << 20)  # more tiles than there are
 # Of tiles: any; beyond the reach of a table or bank; with no knot of a profile, with one, as the caller knows.
 ANY, FAR, PURE, BENT = (tl.constexpr(n) for n in range(4))
 # Of queries: all; the first of each batch entry, as many as Term.first says; the others.
@@ -208,7 +209,7 @@ def _row_constant(fi, si, sref, gi, slope, c2, F: tl.constexpr):
         r = slope * fi
     else:
         r = si - sref
-        r = r * gi * c2 if F.GATED else r * c2
+        r = r * gi * c2 if F.GATED else r * LOG2E
     return r
 
 
@@ -348,12 +349,6 @@ def _pieces_in(base, q, head, LEAST: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def _knot(t, k, F: tl.constexpr):
-    """Knot k; before the first and behind the last there is none."""
-    return tl.load(t.c + k, mask=(k >= 0) & (k < F.KNOTS), other=float("inf")) * tl.where(k < 0, -1.0, 1.0)
-
-
-@triton.jit
 def _jump(t, h, k, F: tl.constexpr):
     """By how much the slope changes at knot k, in log 2 units."""
     p = t.d + h * (F.KNOTS + 1) + k
@@ -382,47 +377,43 @@ def _distance_of(u, head):
 
 
 @triton.jit
-def _run_of_keys(n0, end, mcol, info, head, t, F: tl.constexpr):
-    """For a block of queries: where the run of tiles that begins at key n0 ends, all with the same knot or none; n0 if
-    its first tile has more, or is not visible throughout. And how many knots lie below and up to the u of that tile."""
-    r0, r1 = _pieces_in(mcol - n0, info, head, 0, F)
-    stop = end
-    if r0 > 0:
-        # The nearest distance whose u is above the last knot below: that of the run's last tile must be farther.
-        near = _distance_of((tl.load(t.c + r0 - 1) + 1e-6) / (info.rho_lo * 0.99998), head) * 1.0001
-        tiles = tl.ceil((mcol - n0 - F.BN - near) / F.BN).to(tl.int32)
-        stop = tl.minimum(end, n0 + tl.maximum(tiles, 1) * F.BN)
-    if r1 == r0 + 1:
-        # From where no distance lies beyond the knot, tiles have none. One too many costs time alone.
-        far = _distance_of((tl.load(t.c + r0) - 1e-6) / (info.rho_hi * 1.00001), head)
-        tiles = tl.ceil((mcol - n0 + F.BM - 1 - far) / F.BN).to(tl.int32)
-        stop = tl.minimum(stop, n0 + tl.maximum(tiles, 1) * F.BN)
-    if (r1 > r0 + 1) | (n0 >= end):
-        stop = n0
-    return stop, r0, r1
+def _crossings(mcol, info, head, F: tl.constexpr):
+    """For a block of queries, of each knot: the first tile of keys that it is not below of, and the first that it is
+    above of. Between these it lies in tiles, or so it seems: a tile too many costs time alone."""
+    near = _distance_of((head.knots + 1e-6) / (info.rho_lo * 0.99999), head) * 1.0001 + 1e-3
+    far = _distance_of((head.knots - 1e-6) / (info.rho_hi * 1.00001), head) * 0.9999 - 1e-3
+    enter = tl.ceil((mcol - F.BN + 1 - near) / F.BN).to(tl.int32)
+    leave = tl.ceil((mcol + F.BM - 1 - far) / F.BN).to(tl.int32)
+    # u is never negative.
+    return tl.where(head.knots < -1e-6, LAST, enter), tl.where(head.knots < -1e-6, LAST, leave)
 
 
 @triton.jit
-def _run_of_queries(m0, end, base, Bounds, head, t, F: tl.constexpr):
-    """The same for a block of keys and the run that begins at query m0, `base` from the first key. The bounds of rho
-    are those of blocks of QM queries."""
+def _run_of_keys(n0, end, enter, leave, F: tl.constexpr):
+    """Where the run of tiles that begins at key n0 ends, all with the same knots inside; how many knots lie below it,
+    and how many inside."""
+    n = n0 // F.BN
+    count = tl.sum(tl.where(n < enter, 1, tl.where(n < leave, 1024, 0)), 0)
+    then = tl.min(tl.where(n < enter, enter, tl.where(n < leave, leave, LAST)), 0)
+    return tl.minimum(then * F.BN, end), count % 1024, count // 1024
+
+
+@triton.jit
+def _run_of_queries(m0, end, base, Bounds, head, F: tl.constexpr):
+    """The same for a block of keys and the run that begins at query m0, `base` from the first key; it is cut off after
+    32 blocks of QM queries, of which the bounds of rho are known."""
+    lane = tl.arange(0, 32)
     block = m0 // F.QM
-    m = m0
-    then = (block + 1) * F.QM
-    lo, hi = _range_of_u(base, then - m, head.rate, tl.load(Bounds + 2 * block), tl.load(Bounds + 2 * block + 1), 0, F)
-    r0 = _below(head.knots, lo)
-    r1 = _below(head.knots, hi)
-    below = _knot(t, r0 - 1, F)
-    above = _knot(t, tl.minimum(r1, r0 + 1), F)
-    until = _knot(t, tl.where(r1 > r0, r0, F.KNOTS), F)  # behind it tiles have no knot again
-    last = (end - 1) // F.QM
-    while (m < end) & (lo > below) & (lo <= until) & (hi <= above):
-        block = tl.minimum(block + 1, last)
-        base += then - m
-        m = then
-        then += F.QM
-        lo, hi = _range_of_u(base, F.QM, head.rate, tl.load(Bounds + 2 * block), tl.load(Bounds + 2 * block + 1), 0, F)
-    return tl.minimum(m, end), r0, r1
+    blocks = (end + F.QM - 1) // F.QM - block
+    at = Bounds + 2 * (block + tl.minimum(lane, blocks - 1))
+    first = base + (block + lane) * F.QM - m0
+    lo, hi = _range_of_u(first, F.QM, head.rate, tl.load(at), tl.load(at + 1), 0, F)
+    below = head.knots[None, :] < lo[:, None]
+    inside = (head.knots[None, :] < hi[:, None]) & (head.knots[None, :] >= lo[:, None])
+    count = tl.sum(tl.where(below, 1, tl.where(inside, 1024, 0)), 1)
+    here = tl.sum(tl.where(lane == 0, count, 0), 0)
+    then = tl.min(tl.where(count == here, 32, lane), 0)
+    return tl.minimum((block + then) * F.QM, end), here % 1024, here // 1024
 
 
 @triton.jit
@@ -456,7 +447,7 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: t
             gap = q.s - sj
         else:
             gap = tl.abs(q.s - sj)
-        s -= q.gate * gap if F.GATED else gap
+        s -= q.gate * gap if F.GATED else gap * (LOG2E / c2)
     if F.KIND == LOG:
         gap = q.s - sj
         log = _log2(gap * gap + 1.0, F.EXACT)
@@ -586,14 +577,6 @@ def _rows(P, a, size, F: tl.constexpr):
     if not F.EVEN:
         level = tl.where(a < size, level, float("inf"))
     return level[None, :], delta[None, :], gate[None, :], s[None, :]
-
-
-@triton.jit
-def _put_rows(P, at, ok, level, delta, gate, s):
-    """For `_rows`."""
-    x = tl.join(tl.join(level, gate), tl.join(delta, s))  # [BM, 2, 2]: level and delta, then gate and s
-    x = tl.reshape(x, (level.shape[0], 4))
-    tl.store(P + at[:, None] * 4 + tl.arange(0, 4)[None, :], x, mask=ok[:, None])
 
 
 @triton.jit
@@ -734,23 +717,26 @@ def forward(
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
                                    False, FAR, F)  # fmt: skip
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
+        enter, leave = _crossings(mcol, info, head, F)
         n0 = begin
         while n0 < full:
-            stop, r0, r1 = _run_of_keys(n0, full, mcol, info, head, t, F)
-            if (r1 == r0) & (stop > n0):
+            stop, below, inside = _run_of_keys(n0, full, enter, leave, F)
+            if inside == 0:
                 acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info,
-                                           _piece(t, head, r0, False, F), t, c2, False, PURE, F)  # fmt: skip
-            elif stop > n0:
+                                           _piece(t, head, below, False, F), t, c2, False, PURE, F)  # fmt: skip
+            elif inside == 1:
                 acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info,
-                                           _piece(t, head, r0, True, F), t, c2, False, BENT, F)  # fmt: skip
-            n0 = tl.maximum(stop, n0 + F.BN)
+                                           _piece(t, head, below, True, F), t, c2, False, BENT, F)  # fmt: skip
+            n0 = stop
         n0 = begin
         while n0 < end:
-            stop, r0, r1 = _run_of_keys(n0, full, mcol, info, head, t, F)
-            if stop == n0:
-                acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, tl.minimum(n0 + F.BN, end), mcol, klen, SK,
-                                           info, head, t, c2, True, ANY, F)  # fmt: skip
-            n0 = tl.maximum(stop, n0 + F.BN)
+            stop, below, inside = _run_of_keys(n0, full, enter, leave, F)
+            if n0 >= full:
+                stop = end
+            if (inside > 1) | (n0 >= full):
+                acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, head, t, c2,
+                                           True, ANY, F)  # fmt: skip
+            n0 = stop
     else:
         if not (F.DOCS or F.WINDOW > 0):
             acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
@@ -951,6 +937,12 @@ def backward_q(
     if F.CANCEL and (F.KIND == SLOPE or F.KIND == POTENTIAL):
         fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
         lse += tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, c2, F), 1)
+    # Early: what is not needed in the loops should not live through them.
+    tl.store(Rows + row * 4, lse, mask=r < Tq)
+    if F.GATED:
+        tl.store((Rows + row * 4 + 2)[:, None], info.gate, mask=r[:, None] < Tq)
+    if F.KIND == LOG or F.KIND == POTENTIAL or (F.KIND == PROFILE and not F.ONE):
+        tl.store((Rows + row * 4 + 3)[:, None], info.rho if F.KIND == PROFILE else info.s, mask=r[:, None] < Tq)
 
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     dq = _zeros(F.BM, F.DP)
@@ -966,34 +958,37 @@ def backward_q(
             dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2, False,
             FAR, F)  # fmt: skip
     if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
+        enter, leave = _crossings(mcol, info, head, F)
         n0 = begin
         while n0 < full:
-            stop, r0, r1 = _run_of_keys(n0, full, mcol, info, head, t, F)
-            if (r1 == r0) & (stop > n0):
-                piece = _piece(t, head, r0, False, F)
+            stop, below, inside = _run_of_keys(n0, full, enter, leave, F)
+            if inside == 0:
+                piece = _piece(t, head, below, False, F)
                 dq, run, pieces = _backward_q_tiles(
                     dq, none, pieces, q, do, delta, lse, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, piece, t, c2,
                     False, PURE, F)  # fmt: skip
                 if F.GRAD:
-                    pieces = _to_piece(pieces, r0, piece.slope, run.row, run.psi, run.away, info.rho, F)
-            elif stop > n0:
-                piece = _piece(t, head, r0, True, F)
+                    pieces = _to_piece(pieces, below, piece.slope, run.row, run.psi, run.away, info.rho, F)
+            elif inside == 1:
+                piece = _piece(t, head, below, True, F)
                 dq, run, pieces = _backward_q_tiles(
                     dq, none, pieces, q, do, delta, lse, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, piece, t, c2,
                     False, BENT, F)  # fmt: skip
                 if F.GRAD:
-                    pieces = _to_piece(pieces, r0, piece.slope, run.row, run.psi, run.away, info.rho, F)
-                    pieces = _to_piece(pieces, F.KNOTS + 1 + r0, piece.jump, run.row_above, run.psi_above,
+                    pieces = _to_piece(pieces, below, piece.slope, run.row, run.psi, run.away, info.rho, F)
+                    pieces = _to_piece(pieces, F.KNOTS + 1 + below, piece.jump, run.row_above, run.psi_above,
                                        run.away_above, info.rho, F)  # fmt: skip
-            n0 = tl.maximum(stop, n0 + F.BN)
+            n0 = stop
         n0 = begin
         while n0 < end:
-            stop, r0, r1 = _run_of_keys(n0, full, mcol, info, head, t, F)
-            if stop == n0:
+            stop, below, inside = _run_of_keys(n0, full, enter, leave, F)
+            if n0 >= full:
+                stop = end
+            if (inside > 1) | (n0 >= full):
                 dq, run, pieces = _backward_q_tiles(
-                    dq, none, pieces, q, do, delta, lse, K, V, k_t, v_t, n0, tl.minimum(n0 + F.BN, end), mcol, klen, SK,
-                    info, head, t, c2, True, ANY, F)  # fmt: skip
-            n0 = tl.maximum(stop, n0 + F.BN)
+                    dq, none, pieces, q, do, delta, lse, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, head, t, c2,
+                    True, ANY, F)  # fmt: skip
+            n0 = stop
     else:
         if not (F.DOCS or F.WINDOW > 0):
             dq, sums, pieces = _backward_q_tiles(
@@ -1009,8 +1004,7 @@ def backward_q(
     rowsum = tl.sum(sums.row, 1)
     delta += rowsum
     tl.store(Delta + row, delta, mask=r < Tq)
-    of_s = info.rho if F.KIND == PROFILE else info.s
-    _put_rows(Rows, row, r < Tq, lse, delta, tl.sum(info.gate, 1), tl.sum(of_s, 1))
+    tl.store(Rows + row * 4 + 1, delta, mask=r < Tq)
     if F.GRAD:
         if F.KIND == LOG or (F.KIND == POTENTIAL and not F.CAUSAL):
             tl.store(ByQuery + row, tl.sum(sums.query, 1) - rowsum * tl.sum(sums.of_query, 1), mask=r < Tq)
@@ -1060,7 +1054,7 @@ def _backward_k_tiles(
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
         if F.CANCEL and F.KIND == POTENTIAL:
             moved = tl.load(t.a + b * t.q_b + head.h * Tq + m0 // F.QM * F.QM) - sref
-            lse += moved * c2 * gi if F.GATED else moved * c2
+            lse += moved * c2 * gi if F.GATED else moved * LOG2E
         w = tl.exp2(s * c2 - lse) if F.RAW else tl.exp2(s - lse)
         if MASKED:
             n = tl.arange(0, F.BN)[:, None]
@@ -1164,29 +1158,29 @@ def backward_k(
         if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
             m0 = full
             while m0 < end:
-                stop, r0, r1 = _run_of_queries(m0, end, q_off + m0 - n0, Bounds, head, t, F)
-                if (r1 == r0) & (stop > m0):
+                stop, below, inside = _run_of_queries(m0, end, q_off + m0 - n0, Bounds, head, F)
+                if inside == 0:
                     dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0, stop, n0, q_off, klen,
-                        b, Tq, sj, sref, doc_lo, doc_hi, _piece(t, head, r0, False, F), t, Bounds, c2, False, PURE,
+                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0, stop, n0, q_off, klen, b, Tq,
+                        sj, sref, doc_lo, doc_hi, _piece(t, head, below, False, F), t, Bounds, c2, False, PURE,
                         F)  # fmt: skip
-                elif stop > m0:
+                elif inside == 1:
                     dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0, stop, n0, q_off, klen,
-                        b, Tq, sj, sref, doc_lo, doc_hi, _piece(t, head, r0, True, F), t, Bounds, c2, False, BENT,
+                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0, stop, n0, q_off, klen, b, Tq,
+                        sj, sref, doc_lo, doc_hi, _piece(t, head, below, True, F), t, Bounds, c2, False, BENT,
                         F)  # fmt: skip
-                m0 = tl.maximum(stop, m0 + F.BM)
+                m0 = stop
             m0 = begin
             while m0 < end:
-                stop = m0
+                stop = full
+                inside = 2
                 if m0 >= full:
-                    stop, r0, r1 = _run_of_queries(m0, end, q_off + m0 - n0, Bounds, head, t, F)
-                if stop == m0:
+                    stop, below, inside = _run_of_queries(m0, end, q_off + m0 - n0, Bounds, head, F)
+                if inside > 1:
                     dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0,
-                        tl.minimum(m0 + F.BM, end), n0, q_off, klen, b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bounds,
-                        c2, True, ANY, F)  # fmt: skip
-                m0 = tl.maximum(stop, m0 + F.BM)
+                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0, stop, n0, q_off, klen, b, Tq,
+                        sj, sref, doc_lo, doc_hi, head, t, Bounds, c2, True, ANY, F)  # fmt: skip
+                m0 = stop
         else:
             if F.CAUSAL or F.DOCS or F.WINDOW > 0:
                 dk, dv, key_sum, rate_sum = _backward_k_tiles(
@@ -1204,7 +1198,7 @@ def backward_k(
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1
             total = tl.sum(key_sum, 1)
-            if F.RAW:
+            if F.RAW and F.GATED:
                 total *= scale
             tl.store(DKey + at, tl.where(j1 < klen, total, 0.0), mask=j1 < Tk)
             if F.KIND == PROFILE:

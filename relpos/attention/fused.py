@@ -298,7 +298,10 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
             # What lies above a knot belongs to the piece behind it, not to the one before.
             of_pieces[:, 1:] += sums[:, K + 1 : 2 * K + 1]
             of_pieces[:, :-1] -= sums[:, K + 1 : 2 * K + 1]
-            of_pieces[..., 1] -= of_pieces[..., 1].mean(1, keepdim=True)  # they sum to zero, as the rows of dS do
+            # Those of the offsets sum to zero, as the rows of dS do: the rest is error, in proportion to them.
+            flat = of_pieces[..., 1]
+            share = flat.abs() / flat.abs().sum(1, keepdim=True).clamp(min=1e-30)
+            of_pieces[..., 1] = flat - flat.sum(1, keepdim=True) * share
             grads[D], grads[E] = of_pieces[..., 0].contiguous(), of_pieces[..., 1].contiguous()
             grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
             if wants & F_:

@@ -3,9 +3,9 @@
 `docs/study-reading.md` is written by hand once results exist. What it quotes it names instead: {blocks SPEC LENGTH},
 {last SPEC LENGTH}, {growth SPEC LENGTH} (`blocks`, against the training length), {spread SPEC LENGTH} (`blocks`,
 standard deviation over seeds, at the largest budget that has enough of them), {dense SPEC LENGTH} (`blocks`, the small
-budget), {passkey SPEC LENGTH}, {speed SPEC}, {memory SPEC}, {loss SPEC} (at the end), {loss SPEC STEP}, and
-{record NAME KEY KEY ...}, what those keys and indices lead to in results/NAME.json. A name without a result is an
-error. HTML comments in it are left out.
+budget), {passkey SPEC LENGTH}, {speed SPEC}, {speed SPEC SEED}, {memory SPEC}, {loss SPEC} (at the end), {loss SPEC
+STEP}, and {record NAME KEY KEY ...}, what those keys and indices lead to in results/NAME.json. A name without a result
+is an error. HTML comments in it are left out.
 """
 
 from __future__ import annotations
@@ -420,22 +420,40 @@ def seeds(r: Results) -> str:
         return ""
     every = [v for group in r.noise for v in group]
     lengths = lengths_of(every, "blocks")
-    rows = []
-    for group in r.noise:
-        cells = []
+
+    def values(group: list[Result]) -> list[list[float]]:
+        """By column, of every seed; empty where one has none."""
+        columns = []
         for n in lengths:
             found = [row["perplexity"] for v in group if (row := study.at(v, "blocks", n)) and row["perplexity"]]
-            cells.append(spread(found, 2) if len(found) == len(group) else ("-", "-"))
-        cells.append(spread([v["train_loss"] for v in group], 4))
-        about = [f"`{group[0]['encoding']}`", study.short(group[0]["budget"]), names([str(v["seed"]) for v in group])]
-        rows.append([*about, "mean ± sd", *[middle for middle, _ in cells]])
-        rows.append(["", "", "", "range", *[ends for _, ends in cells]])
+            columns.append(found if len(found) == len(group) else [])
+        return [*columns, [v["train_loss"] for v in group]]
+
+    def lines(name: str, group: list[Result], columns: list[list[float]]) -> list[list[str]]:
+        cells = [
+            spread(found, 2 if n < len(lengths) else 4) if found else ("-", "-") for n, found in enumerate(columns)
+        ]
+        about = [name, study.short(group[0]["budget"]), names([str(v["seed"]) for v in group])]
+        middle, ends = [x for x, _ in cells], [x for _, x in cells]
+        return [[*about, "mean ± sd", *middle], ["", "", "", "range", *ends]]
+
+    rows = []
+    for group in r.noise:
+        rows += lines(f"`{group[0]['encoding']}`", group, values(group))
+    for n, one in enumerate(r.noise):
+        for other in r.noise[n + 1 :]:
+            if [(v["budget"], v["seed"]) for v in one] == [(v["budget"], v["seed"]) for v in other]:
+                less = [
+                    [x - y for x, y in zip(*pair, strict=False)]
+                    for pair in zip(values(one), values(other), strict=True)
+                ]
+                rows += lines(f"`{one[0]['encoding']}` less `{other[0]['encoding']}`", one, less)
     texts = names([told(v["evaluation"][0]) for v in every])
     return (
         "## Noise between seeds\n\nA seed draws the initial weights and the order of the text. Mean and standard "
         "deviation over the seeds, and smallest to largest, of the perplexity (`blocks`) and of the final training "
-        "loss. A difference between two encodings that is not clearly larger than this is none; the noise of one "
-        f"budget need not be that of another. {texts}.\n\n"
+        "loss; and of the difference between two encodings, seed by seed. One that is not clearly larger than this is "
+        f"none; the noise of one budget need not be that of another. {texts}.\n\n"
         + table(["encoding", "tokens", "seeds", "", *map(str, lengths), "training loss"], rows)
     )
 
@@ -544,6 +562,8 @@ def quoted(r: Results, what: str, words: list[str]) -> str:
         if row is None:
             raise wrong
         return f"{100 * row['digits_first_of_ten']:.0f}%"
+    if what == "speed" and len(words) > 1:
+        v = next((x for x in r.over_seeds(spec) if x["seed"] == length), {"tokens_per_second": None})
     if what == "speed" and v["tokens_per_second"]:
         return thousands(v["tokens_per_second"])
     if what == "memory" and v["peak_memory_bytes"]:

@@ -64,6 +64,25 @@ def page(folder: Path = RESULTS) -> str:
     return "\n\n".join([*speed, wide(m), decode(m), training(folder)])
 
 
+README = ("rope", "alibi", "fox", "cable", "t5", "kerple", "sandwich", "fire", "inkling")
+
+
+def summary(folder: Path = RESULTS) -> str:
+    """For the README: ours beside flash, and what the same biases cost elsewhere."""
+    m = Measured(folder)
+    names = [FLASH, *[OURS + spec for spec in README], *[n for n in m.names if not n.startswith(OURS) and n != FLASH]]
+    rows = []
+    for name in names:
+        found = [m.rows.get((name, n, 64)) for n in TARGET_LENGTHS]
+        if any(found):
+            rows.append([shown(name), *["-" if r is None else digits(r["ratio"]) for r in found]])
+    return (
+        f"Forward + backward on one {m.file['machine']}, times flash attention's without any bias, by length (causal, "
+        "bfloat16, 12 heads of 64, 32,768 tokens a call, every gradient):\n\n"
+        + table(["", *[f"{n:,}" for n in TARGET_LENGTHS]], rows)
+    )
+
+
 def digits(x: float) -> str:
     """Three of them, or all before the point."""
     return f"{x:,.0f}" if x >= 99.95 else f"{x:#.3g}"

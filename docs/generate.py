@@ -1,5 +1,5 @@
-"""Renew the generated parts of the docs: the README's table of encodings, the gallery of docs/figures.md, the study,
-the speed of attention.
+"""Renew the generated parts of the docs: the README's tables of encodings and speed, the gallery of docs/figures.md, the
+study, the speed of attention.
 
 python docs/generate.py             text and pictures (`make docs`)
 python docs/generate.py --check     says whether the text is current
@@ -76,7 +76,7 @@ def gallery() -> str:
 
 
 PARTS = {
-    "README.md": {"encodings": markdown_table},
+    "README.md": {"encodings": markdown_table, "speed": attention_page.summary},
     "docs/figures.md": {"ranges": ranges, "gallery": gallery},
     "docs/study.md": {"study": study_page.page},
     "docs/attention.md": {"speed": attention_page.page},

@@ -57,6 +57,9 @@ def test_it_follows_the_files(folder):
     assert "`fox` (at 4,096)" in verdict and "`rope` (not measured at 1,024)" in verdict
     assert verdict.endswith("not met by `fox`.") and "`t5`" in verdict.split("Not met")[0]
     assert "no, at 512" in line(text, "Peak memory", "`fox`")
+    short = attention_page.summary(folder).splitlines()  # the README's
+    assert "| `fox` | 0.500 | 0.951 | 0.500 |" in short
+    assert next(x for x in short if x.startswith("| `rope` |")).startswith("| `rope` | - |")
     # Peers stand before ours wherever the file has them.
     table = text.split("### Forward and backward\n")[1]
     assert table.index("| a new peer |") < table.index("| `none` |")

@@ -52,7 +52,11 @@ def small_blocks(monkeypatch):
     if not GPU:
         blocks = {"backward_k": (16, 32, 4, 1, 0)}
         blocks |= dict.fromkeys(("backward_distance", "backward_bank"), (16, 16, 4, 1, 0))
-        monkeypatch.setattr(fused, "_blocks", lambda kernel, q, kind: blocks.get(kernel, (32, 16, 4, 1, 0)))
+
+        def small(kernel: str, q: torch.Tensor, kind: int) -> fused.Blocks:
+            return blocks.get(kernel, (16, 16, 4, 1, 0) if kind == fused.BANK else (32, 16, 4, 1, 0))
+
+        monkeypatch.setattr(fused, "_blocks", small)
         monkeypatch.setattr(fused, "PROGRAMS", 64)  # as many as there is work for would take minutes
 
 
@@ -125,9 +129,10 @@ def test_packed_documents(case):
 
 
 # One encoding for each way a bias reaches the kernels: none, slope, key, gate, logarithm, profiles of a logarithm and
-# of a power, knots, a table as long as the text and one that is shorter.
+# of a power, knots, a table as long as the text and one that is shorter, a bank.
 KINDS = ["none", "alibi:learn=true", "fox", "cable", "cable:form=kernel", "kerple", "kerple:form=power",
-         "fire:width=8,length=9", "t5:form=clipped,clip=999", "t5:form=clipped,clip=5"]  # fmt: skip
+         "fire:width=8,length=9", "t5:form=clipped,clip=999", "t5:form=clipped,clip=5",
+         "inkling:rank=3,length=50"]  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", KINDS)
@@ -141,7 +146,7 @@ def test_window(spec):
     compare(spec, HALF, window=9)
 
 
-@pytest.mark.parametrize("spec", [*KINDS, "inkling:rank=3,length=50"])
+@pytest.mark.parametrize("spec", KINDS)
 def test_whole_blocks(spec):
     """Loads go without masks, and a profile has runs of tiles on one piece, with one rho and with many."""
     compare(spec, HALF, T=128, B=1, heads=2, key_heads=1)
@@ -205,16 +210,18 @@ def test_large_heads(spec):
 
 
 def test_where_the_knots_of_fire_lie():
-    """All in one place as they are at first, some near distance 0, many in a tile, none."""
+    """All in one place as they are at first, some near distance 0, many in a tile, none; more than a thousand; and with
+    rates that are tiny or huge."""
 
-    def gradients(impl: str, dtype: torch.dtype, bias: torch.Tensor) -> dict[str, torch.Tensor]:
+    def gradients(impl: str, dtype: torch.dtype, place: torch.Tensor, rate: float) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(1)
         q, k, v, do = (torch.randn(2, 2, T, 16, generator=generator).to(dtype).to(DEVICE) for _ in range(4))
         torch.manual_seed(0)
-        encoding = build(f"fire:width=8,length={length}", heads=2, head_dim=16)
+        encoding = build(f"fire:width={len(place)},length={length}", heads=2, head_dim=16)
         with torch.no_grad():
+            encoding.c.fill_(rate)
             encoding.inner.weight.fill_(1.0)
-            encoding.inner.bias.copy_(bias)
+            encoding.inner.bias.copy_(-place)
             encoding.outer.weight.normal_()
         if impl == "exact":
             q, k, v, do, encoding = q.double(), k.double(), v.double(), do.double(), encoding.double()
@@ -226,12 +233,13 @@ def test_where_the_knots_of_fire_lie():
 
     T, length = (1024, 200) if GPU else (64, 12)
     places = [torch.zeros(8), torch.linspace(0.0, 0.05, 8), torch.linspace(0.5, 0.9, 8), torch.full((8,), 2.0)]
-    places.append(torch.tensor([0.5, 0.51, 0.7, 0.71, 0.72, 0.9, 0.95, 3.0]))
-    for place in places:
-        ours, eager, exact = (gradients(impl, HALF, -place) for impl in ("fused", "reference", "exact"))
+    places += [torch.tensor([0.5, 0.51, 0.7, 0.71, 0.72, 0.9, 0.95, 3.0]), torch.linspace(-0.9, -0.01, 1024)]
+    few = torch.tensor([0.5, 0.9, 0.99])
+    for place, rate in [*[(place, 0.1) for place in places], (few, 1e-5), (few, 1e18)]:
+        ours, eager, exact = (gradients(impl, HALF, place, rate) for impl in ("fused", "reference", "exact"))
         for name, truth in exact.items():
             error, allowed = ((x[name].double() - truth).norm().item() for x in (ours, eager))
-            assert error <= 2 * allowed + 1e-5 * truth.norm().item() + 1e-7, (place, name, error, allowed)
+            assert error <= 2 * allowed + 1e-5 * truth.norm().item() + 1e-7, (place, rate, name, error, allowed)
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

@@ -28,8 +28,8 @@ LOG2E = math.log2(math.e)
 PROGRAMS = 1056  # enough to fill a large GPU several times over
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
 ALL, FIRST, REST = range(3)
-# To the host alone: a profile with knots, a linear potential with a gate, a profile of a power.
-KNOTTED, GATED, POWER = 7, 8, 9
+# To the host alone: a profile with knots, a profile of a power.
+KNOTTED, POWER = 7, 8
 
 
 @functools.cache
@@ -143,14 +143,14 @@ def _power(n: int) -> int:
 class _Call:
     """What the kernels of one call share."""
 
-    def __init__(self, rows, q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale,
+    def __init__(self, rows, q, k, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale,
                  sure):  # fmt: skip
         self.q = q
         self.B, self.H, self.Tq, self.D = q.shape
         self.Tk = k.shape[2]
         more: dict[str, int] = {"ROWS": rows, "RAW": kind == NONE, "POWER": kind == POWER}
         kind = PROFILE if kind == POWER else kind
-        self.kind, self.origin, self.scale = kind, origin, scale
+        self.kind, self.origin = kind, origin
         size, strides = 0, [0, 0, 0, 0]
         if kind in (POTENTIAL, LOG):
             strides[:3] = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (a, b, c)]
@@ -167,12 +167,11 @@ class _Call:
             more["HAS_FAR"] = rows == ALL
         elif kind == BANK:
             strides[0] = 0 if c.shape[0] == 1 else c.stride(0)
-            strides[2] = d.shape[1]
-            size = b.shape[1]
+            size = d.shape[1]
             more |= {"RANK": b.shape[0], "RP": d.shape[0], "HAS_FAR": True}
         if rows != ALL:
             strides[3] = int(first.numel() > 1)
-        self.reach = size - origin - (kind == DISTANCE)
+        self.reach = b.shape[1] if kind == BANK else size - origin - (kind == DISTANCE)
         # A missing tensor becomes a pointer that is never read.
         self.term = [*(q if x is None else x for x in (meta, docs, a, b, c, d, e, first)), *strides, size, origin]
         self.sizes = [self.H, self.H // k.shape[1], self.Tq, self.Tk, q_offset, scale * LOG2E]
@@ -184,8 +183,7 @@ class _Call:
         )  # fmt: skip
 
     def blocks(self, kernel: str) -> Blocks:
-        knots, gated = self.flags.get("KNOTS"), self.kind == POTENTIAL and self.flags["GATED"]
-        return _blocks(kernel, self.q, KNOTTED if knots else GATED if gated else self.kind)
+        return _blocks(kernel, self.q, KNOTTED if self.flags.get("KNOTS") else self.kind)
 
     def launch(self, kernel: str, grid: tuple[int, int], outs: list, strided: list[Tensor], scalars: list, **flags):
         """Tensors the kernel reads and writes, the term, strides of those with four dimensions, sizes, what is its own,
@@ -204,18 +202,18 @@ class _Call:
 A, B_, C, D, E, F_ = (1 << n for n in range(6))
 
 
-def _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, *how) -> list[_Call]:
+def _calls(q, k, a, b, c, d, e, f, first, meta, docs, kind, origin, *how) -> list[_Call]:
     """What to launch: one call, or where the first queries have a table f, one for these and one for the others."""
     if f is None:
-        return [_Call(ALL, q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, *how)]
+        return [_Call(ALL, q, k, a, b, c, d, e, first, meta, docs, kind, origin, *how)]
     return [
-        _Call(FIRST, q, k, v, f, None, None, None, None, first, meta, docs, DISTANCE, 0, *how),
-        _Call(REST, q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, *how),
+        _Call(FIRST, q, k, f, None, None, None, None, first, meta, docs, DISTANCE, 0, *how),
+        _Call(REST, q, k, a, b, c, d, e, first, meta, docs, kind, origin, *how),
     ]
 
 
 def _forward(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
-    calls = _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+    calls = _calls(q, k, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     out, lse, low = _results(q, sure)
     for call in calls:
         grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
@@ -231,11 +229,12 @@ def _results(q, sure) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset,
               scale, sure, wants, into=None):  # fmt: skip
-    calls = _calls(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+    calls = _calls(q, k, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     call = calls[-1]
     kind = call.kind
     if do.stride(-1) != 1:
         do = do.contiguous()
+    assert not low.numel() or low.stride() == out.stride()
     dq, dk, dv = into or (_like(q), _like(k), _like(v))
     delta = torch.empty_like(lse)
     grad = bool(wants)
@@ -251,11 +250,12 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
     by_query = maybe(kind in (LOG, BANK) or knots or (kind == POTENTIAL and not causal), *lse.shape, *rank)
     by_gate = maybe(gated, *lse.shape)
     rows = lse.new_empty(*lse.shape, 4)
-    by_key = maybe(kind not in (DISTANCE, BANK) and not knots, call.B, call.H, call.Tk)
+    at_keys = kind not in (DISTANCE, BANK) and not knots
+    by_key = maybe(at_keys, call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tq if knots else call.Tk)
     blocks = -(-call.Tq // call.blocks("backward_q")[0])
     bounds = lse.new_empty(call.B, blocks, 2) if knots else delta
-    pieces = lse.new_zeros(call.B, call.H, blocks, 2, call.flags["PP"]) if knots and grad else delta
+    pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
     for part in calls:
         QM = part.blocks("backward_q")[0]
         part.launch(
@@ -270,7 +270,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
         part.launch(
             "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
             [q, k, v, do, rows, dk, dv, by_key, by_rate, bounds], [q, k, v, do, dk, dv],
-            [scale, part.reach], GRAD=grad and kind not in (DISTANCE, BANK) and not knots, QM=QM,
+            [scale, part.reach], GRAD=grad and at_keys, QM=QM,
         )  # fmt: skip
 
     grads: dict[int, Tensor] = {}
@@ -370,7 +370,7 @@ def _bank_gradient(call: _Call, inputs: list[Tensor], bank: Tensor) -> Tensor:
     out = inputs[4].new_empty(shares, count, 2 * n, call.flags["RP"])
     call.launch("backward_bank", (count, shares), [*inputs, out], inputs[:4], [call.B, -before])
     line = _by_distance(out.sum(0), n)[(before + 1) * n :][:size, : bank.shape[0]]
-    grad = torch.zeros_like(bank)
+    grad = line.new_zeros(bank.shape)
     grad[:, : line.shape[0]] = line.T
     return grad
 
@@ -517,7 +517,7 @@ def _operands(
         kind, given = BANK, [term.query, term.bank]
     filled: list[Tensor | None] = [*map(_flat, given), *[None] * (5 - len(given))]
     if isinstance(term, Bank):
-        filled[2:4] = _for_products(term, dtype)
+        filled = [term.query.float(), term.bank.float(), *_for_products(term, dtype), None]
     return [*filled, *(more or (None, None))], kind, origin
 
 

@@ -15,8 +15,8 @@ What the term operands `a` .. `e` hold, by KIND (shapes as in relpos/terms.py):
 | DISTANCE       | values [H, size]     |               |              |                |                 |
 | BANK           | for the host         | for the host  | rows         | bank           |                 |
 
-A bank's rows [., H, Tq, RP] and the bank [RP, BANK_BEFORE + size + zeros, g_b in all] come in the dtype of q and k, as
-the bias is a product like theirs, with zeros around them.
+A bank's rows [., H, Tq, RP] and the bank [RP, BANK_BEFORE + its length + zeros, `size` in all] come in the dtype of q
+and k, as the bias is a product like theirs, with zeros around them.
 
 A profile with knots and one rho for the FIRST queries of an entry (all, or a multiple of every block) is a table by
 distance to them: one launch takes these queries as DISTANCE, another the REST as PROFILE, where most tiles lie on one
@@ -49,7 +49,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
 BANK_BEFORE = tl.constexpr(128)  # zeros, at least as many as a tile has distances below zero
-LAST = tl.constexpr(1 << 20)  # more tiles than there are
+LAST = tl.constexpr(1 << 20)  # there must be fewer tiles in a row, or the loops over runs would not end
+MANY = tl.constexpr(1 << 15)  # there must be fewer knots
 # Of tiles: any; beyond the reach of a table or bank; with no knot of a profile, with one, as the caller knows.
 ANY, FAR, PURE, BENT = (tl.constexpr(n) for n in range(4))
 # Of queries: all; the first of each batch entry, as many as Term.first says; the others.
@@ -77,7 +78,7 @@ class Flags(NamedTuple):
     PP: int = 1
     ONE: bool = False  # a profile without knots and with one rho for all queries: [1, 1]
     POWER: bool = False  # a profile of a power of the distance, not of a logarithm
-    SURE: bool = False  # nothing is lost to rounding, of weights or output: delta needs no correction
+    SURE: bool = False  # what rounding takes from weights and output is kept: delta needs no correction
     RANK: int = 0
     RP: int = 16
     HAS_FAR: bool = False  # from `reach` on all distances are alike
@@ -96,7 +97,7 @@ class Term(NamedTuple):
     d: Any
     e: Any
     first: Any  # [1 or B]
-    q_b: Any  # batch strides: what belongs to queries, keys, gates (of a bank: its row's), `first`; 0 where shared
+    q_b: Any  # batch strides: what belongs to queries, keys, gates, `first`; 0 where the batch shares it
     k_b: Any
     g_b: Any
     first_b: Any
@@ -105,10 +106,10 @@ class Term(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The scalars of one head."""
+    """What belongs to one head."""
 
     h: Any
-    slope: Any  # of a piece, as the next three, where the caller knows which
+    slope: Any  # of a piece, as `far`, where the caller knows which
     rate: Any
     far: Any
     knot: Any  # of a BENT tile, and by how much the slope changes there
@@ -236,15 +237,18 @@ def _psi(d, rate, F: tl.constexpr):
     d = tl.abs(d).to(tl.float32)
     if F.POWER:
         return tl.where(d == 0.0, 0.0, tl.exp2(rate * tl.log2(tl.maximum(d, 1.0))))
-    else:
-        return tl.log2(rate * d + 1.0) * LN2
+    x = rate * d
+    log = tl.log2(x + 1.0) * LN2
+    if F.EXACT or F.KNOTS > 0:  # rho divides by as small a number
+        log = tl.where(x < 0.02, x * (1.0 - x * (0.5 - x * (1 / 3 - x * 0.25))), log)
+    return log
 
 
 @triton.jit
 def _psi_by_rate(d, rate, F: tl.constexpr):
-    """Its derivative. Of the logarithm -1 / (1 + rate |d|), to be divided by the rate: |d| / (1 + rate |d|) less a
-    constant, which may be left out as the rows of dS sum to zero. Large distances, where it nears 1 / rate, must not
-    drown the small ones."""
+    """Its derivative, for profiles without knots. Of the logarithm -1 / (1 + rate |d|), to be divided by the rate:
+    |d| / (1 + rate |d|) less a constant, which may be left out as the rows of dS sum to zero. Large distances, where it
+    nears 1 / rate, must not drown the small ones."""
     if F.POWER:
         return _psi(d, rate, F) * tl.log2(tl.maximum(tl.abs(d), 1).to(tl.float32)) * LN2
     else:
@@ -314,8 +318,9 @@ def _first_rows(t, b):
 @triton.jit
 def _bank(base, t, F: tl.constexpr):
     """Columns of the bank, [RP, SPAN], for the distances of a tile; beyond the bank they are zero."""
-    first = tl.minimum(tl.maximum(base - F.BN + BANK_BEFORE, 0), t.g_b - F.SPAN)
-    at = tl.arange(0, F.RP)[:, None] * t.g_b + tl.arange(0, F.SPAN)[None, :]
+    tl.static_assert(F.BM + F.BN <= BANK_BEFORE)
+    first = tl.minimum(tl.maximum(base - F.BN + BANK_BEFORE, 0), t.size - F.SPAN)
+    at = tl.arange(0, F.RP)[:, None] * t.size + tl.arange(0, F.SPAN)[None, :]
     return tl.load(t.d + first + at)
 
 
@@ -342,9 +347,9 @@ def _below(knots, u):
 
 
 @triton.jit
-def _pieces_in(base, q, head, LEAST: tl.constexpr, F: tl.constexpr):
-    """Knots below the smallest and below the largest u of a tile. A knot too many costs time alone."""
-    lo, hi = _range_of_u(base, F.BM, head.rate, q.rho_lo, q.rho_hi, LEAST, F)
+def _pieces_in(base, q, head, F: tl.constexpr):
+    """Knots below the smallest and below the largest u of a tile, at distances from 1. A knot too many costs time."""
+    lo, hi = _range_of_u(base, F.BM, head.rate, q.rho_lo, q.rho_hi, 1, F)
     return _below(head.knots, lo), _below(head.knots, hi)
 
 
@@ -372,8 +377,9 @@ def _piece(t, head, r, BENT_TOO: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def _distance_of(u, head):
-    """The distance at which psi is u."""
-    return tl.minimum((tl.exp2(tl.minimum(u * LOG2E, 60.0)) - 1.0) / tl.maximum(head.rate, 1e-30), 1e9)
+    """The distance at which psi is u, as far as it matters."""
+    d = (tl.exp2(tl.minimum(u * LOG2E, 126.0)) - 1.0) / tl.maximum(head.rate, 1e-30)
+    return tl.minimum(tl.maximum(d, -1.0), 1e9)
 
 
 @triton.jit
@@ -384,8 +390,7 @@ def _crossings(mcol, info, head, F: tl.constexpr):
     far = _distance_of((head.knots - 1e-6) / (info.rho_hi * 1.00001), head) * 0.9999 - 1e-3
     enter = tl.ceil((mcol - F.BN + 1 - near) / F.BN).to(tl.int32)
     leave = tl.ceil((mcol + F.BM - 1 - far) / F.BN).to(tl.int32)
-    # u is never negative.
-    return tl.where(head.knots < -1e-6, LAST, enter), tl.where(head.knots < -1e-6, LAST, leave)
+    return enter, leave
 
 
 @triton.jit
@@ -393,9 +398,9 @@ def _run_of_keys(n0, end, enter, leave, F: tl.constexpr):
     """Where the run of tiles that begins at key n0 ends, all with the same knots inside; how many knots lie below it,
     and how many inside."""
     n = n0 // F.BN
-    count = tl.sum(tl.where(n < enter, 1, tl.where(n < leave, 1024, 0)), 0)
+    count = tl.sum(tl.where(n < enter, 1, tl.where(n < leave, MANY, 0)), 0)
     then = tl.min(tl.where(n < enter, enter, tl.where(n < leave, leave, LAST)), 0)
-    return tl.minimum(then * F.BN, end), count % 1024, count // 1024
+    return tl.minimum(then * F.BN, end), count % MANY, count // MANY
 
 
 @triton.jit
@@ -410,16 +415,16 @@ def _run_of_queries(m0, end, base, Bounds, head, F: tl.constexpr):
     lo, hi = _range_of_u(first, F.QM, head.rate, tl.load(at), tl.load(at + 1), 0, F)
     below = head.knots[None, :] < lo[:, None]
     inside = (head.knots[None, :] < hi[:, None]) & (head.knots[None, :] >= lo[:, None])
-    count = tl.sum(tl.where(below, 1, tl.where(inside, 1024, 0)), 1)
+    count = tl.sum(tl.where(below, 1, tl.where(inside, MANY, 0)), 1)
     here = tl.sum(tl.where(lane == 0, count, 0), 0)
     then = tl.min(tl.where(count == here, 32, lane), 0)
-    return tl.minimum((block + then) * F.QM, end), here % 1024, here // 1024
+    return tl.minimum((block + then) * F.QM, end), here % MANY, here // MANY
 
 
 @triton.jit
 def _add_profile(s, u, base, q, head, t, F: tl.constexpr):
     """Scores plus a profile with any knots."""
-    r0, r1 = _pieces_in(base, q, head, 1, F)
+    r0, r1 = _pieces_in(base, q, head, F)
     piece = _piece(t, head, r0, False, F)
     bias = piece.slope * u + piece.far
     for k in range(r0, r1):  # it is continuous
@@ -861,7 +866,7 @@ def _to_piece(pieces, at, slope, row, psi, away, rho, F: tl.constexpr):
 @triton.jit
 def _over_pieces(pieces, ds, psi, away, base, q, head, t, F: tl.constexpr):
     """The sums of a tile with any knots."""
-    r0, r1 = _pieces_in(base, q, head, 1, F)
+    r0, r1 = _pieces_in(base, q, head, F)
     here = _fold(tl.where(psi == 0.0, ds, 0.0), F.BM, F.BN)  # distance 0, below knots that were not counted
     offsets = _collect(pieces.offsets, _below(head.knots, 0.0), here, F)
     pieces = Pieces(pieces.rho, pieces.rate, pieces.slopes, offsets)
@@ -880,6 +885,7 @@ def _over_pieces(pieces, ds, psi, away, base, q, head, t, F: tl.constexpr):
 def _slide(x, TURNED: tl.constexpr, F: tl.constexpr):
     """A tile's entries by query and distance, [BM, SPAN], or turned, [SPAN, BM]: the inverse of spreading. Zero where
     the tile has no such entry: around it, in the shared memory, there is nothing else."""
+    tl.static_assert(F.SPAN <= 2 * F.BN)  # BM <= BN
     x = tl.join(tl.zeros_like(x), x)
     x = tl.join(x, tl.zeros_like(x))  # [.., .., 2, 2], itself at [1, 0]
     if TURNED:
@@ -904,7 +910,7 @@ def backward_q(
     """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, 4], where with CANCEL the level is
     relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
     potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots: ByRate
-    [B, H, Tq], of which the host takes the sum; `PieceSums` [B, H, blocks, 2, PP], zeroed: sums of dS * u and of dS
+    [B, H, Tq], of which the host takes the sum; `PieceSums` [B, H, blocks, 2, PP]: sums of dS * u and of dS
     over the tiles that begin on each piece, then over what lies above each knot; and for backward_k `Bounds`
     [B, blocks, 2] of rho."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM

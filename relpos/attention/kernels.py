@@ -394,13 +394,14 @@ def _crossings(mcol, info, head, F: tl.constexpr):
 
 
 @triton.jit
-def _run_of_keys(n0, end, enter, leave, F: tl.constexpr):
+def _run_of_keys(n0, full, end, enter, leave, F: tl.constexpr):
     """Where the run of tiles that begins at key n0 ends, all with the same knots inside; how many knots lie below it,
-    and how many inside."""
+    and how many inside. Behind the tiles that are visible throughout, whatever they hold, it says more than one."""
     n = n0 // F.BN
     count = tl.sum(tl.where(n < enter, 1, tl.where(n < leave, MANY, 0)), 0)
     then = tl.min(tl.where(n < enter, enter, tl.where(n < leave, leave, LAST)), 0)
-    return tl.minimum(then * F.BN, end), count % MANY, count // MANY
+    whole = n0 < full
+    return tl.where(whole, tl.minimum(then * F.BN, full), end), count % MANY, tl.where(whole, count // MANY, MANY)
 
 
 @triton.jit
@@ -725,7 +726,7 @@ def forward(
         enter, leave = _crossings(mcol, info, head, F)
         n0 = begin
         while n0 < full:
-            stop, below, inside = _run_of_keys(n0, full, enter, leave, F)
+            stop, below, inside = _run_of_keys(n0, full, end, enter, leave, F)
             if inside == 0:
                 acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info,
                                            _piece(t, head, below, False, F), t, c2, False, PURE, F)  # fmt: skip
@@ -735,10 +736,8 @@ def forward(
             n0 = stop
         n0 = begin
         while n0 < end:
-            stop, below, inside = _run_of_keys(n0, full, enter, leave, F)
-            if n0 >= full:
-                stop = end
-            if (inside > 1) | (n0 >= full):
+            stop, below, inside = _run_of_keys(n0, full, end, enter, leave, F)
+            if inside > 1:
                 acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, head, t, c2,
                                            True, ANY, F)  # fmt: skip
             n0 = stop
@@ -967,7 +966,7 @@ def backward_q(
         enter, leave = _crossings(mcol, info, head, F)
         n0 = begin
         while n0 < full:
-            stop, below, inside = _run_of_keys(n0, full, enter, leave, F)
+            stop, below, inside = _run_of_keys(n0, full, end, enter, leave, F)
             if inside == 0:
                 piece = _piece(t, head, below, False, F)
                 dq, run, pieces = _backward_q_tiles(
@@ -987,10 +986,8 @@ def backward_q(
             n0 = stop
         n0 = begin
         while n0 < end:
-            stop, below, inside = _run_of_keys(n0, full, enter, leave, F)
-            if n0 >= full:
-                stop = end
-            if (inside > 1) | (n0 >= full):
+            stop, below, inside = _run_of_keys(n0, full, end, enter, leave, F)
+            if inside > 1:
                 dq, run, pieces = _backward_q_tiles(
                     dq, none, pieces, q, do, delta, lse, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, head, t, c2,
                     True, ANY, F)  # fmt: skip
@@ -1232,6 +1229,20 @@ def _blocks_on(base, q_off, Tq, Tk, F: tl.constexpr):
 
 
 @triton.jit
+def _on_diagonal(Q, K, V, DO, Lse, Delta, q_t, k_t, v_t, do_t, m0, n0, klen, Tq, MASKED: tl.constexpr, F: tl.constexpr):
+    """What the gradient of a diagonal needs of the tile at query m0 and key n0 of one head; and which keys exist."""
+    a = tl.arange(0, F.BM)
+    m = tl.cast(m0, tl.int64)
+    n = tl.cast(n0, tl.int64)
+    ok = (n0 + a >= 0) & (n0 + a < klen)
+    q = _features(Q + m * q_t, a, q_t, m0 + a < Tq, MASKED, F)
+    do = _features(DO + m * do_t, a, do_t, m0 + a < Tq, MASKED, F)
+    k = _features(K + n * k_t, a, k_t, ok, MASKED, F)
+    v = _features(V + n * v_t, a, v_t, ok, MASKED, F)
+    return q, k, v, do, _vector(Lse, m0 + a, Tq, float("inf"), MASKED), _vector(Delta, m0 + a, Tq, 0.0, MASKED), ok
+
+
+@triton.jit
 def _distance_tiles(
     acc, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t, H, Tq, Tk, q_off, c2,
     base, first, blocks, begin, end, t, MASKED: tl.constexpr, F: tl.constexpr,
@@ -1244,14 +1255,10 @@ def _distance_tiles(
         n0 = off + m0 - base
         r = m0 + a
         j = n0 + a
-        ok_k = (j >= 0) & (j < klen)
         row = b * H * Tq
-        q = _features(Q + b * q_b + tl.cast(m0, tl.int64) * q_t, a, q_t, r < Tq, MASKED, F)
-        do = _features(DO + b * do_b + tl.cast(m0, tl.int64) * do_t, a, do_t, r < Tq, MASKED, F)
-        lse = _vector(Lse + row, r, Tq, float("inf"), MASKED)
-        delta = _vector(Delta + row, r, Tq, 0.0, MASKED)
-        k = _features(K + b * k_b + tl.cast(n0, tl.int64) * k_t, a, k_t, ok_k, MASKED, F)
-        v = _features(V + b * v_b + tl.cast(n0, tl.int64) * v_t, a, v_t, ok_k, MASKED, F)
+        q, k, v, do, lse, delta, ok_k = _on_diagonal(
+            Q + b * q_b, K + b * k_b, V + b * v_b, DO + b * do_b, Lse + row, Delta + row, q_t, k_t, v_t, do_t, m0, n0,
+            klen, Tq, MASKED, F)  # fmt: skip
         s = tl.dot(q, tl.trans(k), input_precision=F.PREC) * c2 + bias
         dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
         w = tl.exp2(s - lse[:, None])
@@ -1321,14 +1328,11 @@ def _bank_gradient_tiles(
         n0 = off + m0 - base
         r = m0 + a
         j = n0 + a
-        ok_k = (j >= 0) & (j < klen)
+        g = h // GROUP
         row = (b * H + h) * Tq
-        q = _features(Q + b * q_b + h * q_h + tl.cast(m0, tl.int64) * q_t, a, q_t, r < Tq, MASKED, F)
-        do = _features(DO + b * do_b + h * do_h + tl.cast(m0, tl.int64) * do_t, a, do_t, r < Tq, MASKED, F)
-        lse = _vector(Lse + row, r, Tq, float("inf"), MASKED)
-        delta = _vector(Delta + row, r, Tq, 0.0, MASKED)
-        k = _features(K + b * k_b + (h // GROUP) * k_h + tl.cast(n0, tl.int64) * k_t, a, k_t, ok_k, MASKED, F)
-        v = _features(V + b * v_b + (h // GROUP) * v_h + tl.cast(n0, tl.int64) * v_t, a, v_t, ok_k, MASKED, F)
+        q, k, v, do, lse, delta, ok_k = _on_diagonal(
+            Q + b * q_b + h * q_h, K + b * k_b + g * k_h, V + b * v_b + g * v_h, DO + b * do_b + h * do_h, Lse + row,
+            Delta + row, q_t, k_t, v_t, do_t, m0, n0, klen, Tq, MASKED, F)  # fmt: skip
         mix = _mix(t, b, h, r, Tq, F)
         s = tl.dot(k, tl.trans(q), input_precision=F.PREC) * c2 + _bank_tile(columns, mix, True, F)
         dp = tl.dot(v, tl.trans(do), input_precision=F.PREC)

@@ -1,5 +1,5 @@
-"""Renew the generated parts of the docs: the README's tables of encodings and speed, the gallery of docs/figures.md, the
-study, the speed of attention.
+"""Renew the generated parts of the docs: the README's tables of encodings and speed, the gallery of docs/figures.md,
+the study, the speed of attention.
 
 python docs/generate.py             text and pictures (`make docs`)
 python docs/generate.py --check     says whether the text is current

@@ -217,6 +217,11 @@ def grid(study: Study, job: Job) -> Grid:
 def texts(study: Study, job: Job, data: TokenData) -> list[Text]:
     """What the models are tested on, cut to the budget; the dense group reads the first text only."""
     most = protocol(study, job)[1]
+    if not study.eval_data and not len(data.validation):
+        raise UserError(
+            f"{data.folder} has nothing to test on, its validation split is empty: name a text with --eval-data, or "
+            "prepare it again with a larger --validation"
+        )
     if not study.eval_data:
         return [open_text(data.folder, split="validation", max_tokens=most)]
     found = []

@@ -504,7 +504,10 @@ def test_masks_are_a_function_of_seed_and_example(small):
     assert not torch.equal(make(rows)["labels"], MaskedRows(mask=258, vocab_size=257, seed=4)(rows)["labels"])
 
 
-@pytest.mark.parametrize(("text", "share", "hint"), [("one", 0.01, "--separator"), ("one\0two\0three", 0.01, "0.5")])
+@pytest.mark.parametrize(
+    ("text", "share", "hint"),
+    [("one", 0.01, "--separator"), ("one\0two\0three", 0.01, "0.5"), ("b\0b\0b", 0.5, "same text")],
+)
 def test_an_empty_validation_split_is_said(tmp_path, text, share, hint):
     (tmp_path / "a.txt").write_text(text)
     said = describe(prepare(str(tmp_path / "a.txt"), tmp_path / "data", "bytes", validation=share))

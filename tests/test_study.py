@@ -122,6 +122,14 @@ def test_mistakes_get_one_message(arguments, words, data, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_nothing_to_test_on(tmp_path):
+    (tmp_path / "a.txt").write_text("one " * 200)
+    prepare(str(tmp_path / "a.txt"), tmp_path / "data", "bytes", validation=0.0)
+    one = small(tmp_path / "data", tmp_path / "out")
+    with pytest.raises(UserError, match="--eval-data"):
+        study.check(one, study.plan(one))
+
+
 # One model.
 
 

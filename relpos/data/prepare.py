@@ -123,7 +123,10 @@ def describe(data: TokenData) -> str:
     ]
     share, documents = data.index["request"]["validation"], data.train.documents
     if share and not data.validation.documents:
-        more = f"--validation {min(0.5, max(2 * share, 5 / documents)):.2g} would keep some apart"
+        enough = min(0.5, max(2 * share, 5 / documents))
+        more = f"--validation {enough:.2g} would keep some apart"
+        if enough <= share:
+            more = "documents with the same text always stay together"
         if documents == 1:
             more = "--separator says what lies between documents"
         lines.append(f"nothing to validate on: a share of {share:g} left out none of {documents:,} documents; {more}")

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relpos import RelPosConfig, RelPosForCausalLM, RelPosForMaskedLM
+from relpos.attention.fused import interpreted
 from relpos.models import loss as module
+from relpos.models import softmax
 from relpos.models.loss import IGNORE, chunked_loss, linear_cross_entropy, plain_loss, shifted, token_losses
 
 N, D, V = 37, 16, 53
@@ -75,6 +77,26 @@ def test_under_autocast_the_matmuls_are_bfloat16_and_the_loss_float32() -> None:
     for a, b in zip(*(torch.autograd.grad(x, (hidden, weight, add)) for x in (ours, plain)), strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.skipif(not (torch.cuda.is_available() or interpreted()), reason="needs a GPU or TRITON_INTERPRET=1")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_kernel_gives_losses_and_gradients_of_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for width, scale in ((53, 1.0), (softmax.BLOCK + 904, 8.0), (1, 1.0)):
+        logits = (scale * torch.randn(5, width)).to("cuda" if torch.cuda.is_available() else "cpu", dtype)
+        targets = torch.randint(0, width, (5,), device=logits.device)
+        targets[3] = IGNORE
+        wide = logits.double()
+        truth = F.cross_entropy(wide, targets, ignore_index=IGNORE, reduction="none")
+        slope = (wide.softmax(-1) - F.one_hot(targets.clamp(min=0), width)) * (targets != IGNORE)[:, None]
+        losses, d = softmax.rows(logits, targets, IGNORE, grad=True)
+        assert losses.dtype == torch.float32 and d.dtype == dtype
+        torch.testing.assert_close(losses.double(), truth, rtol=1e-6, atol=1e-6)
+        rounding = torch.finfo(dtype).eps
+        torch.testing.assert_close(d.double(), slope, rtol=max(rounding, 1e-5), atol=max(rounding / 1000, 1e-7))
+        only, nothing = softmax.rows(logits, targets, IGNORE, grad=False)
+        assert torch.equal(only, losses) and not nothing.numel()
 
 
 def test_no_more_than_a_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,9 +113,17 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
 
 # Kinds that need more registers or shared memory than most. None: as the others.
 _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
-    ("backward_k", PROFILE): ((32, 64, 4, 3, 168), None),
+    ("forward", POTENTIAL): ((64, 64, 4, 3, 168), None),
+    ("backward_q", POTENTIAL): ((64, 64, 4, 2, 168), None),
+    ("backward_k", POTENTIAL): ((64, 64, 4, 3, 0), None),
+    ("forward", LOG): ((64, 64, 4, 3, 168), None),
+    ("backward_q", LOG): ((64, 64, 4, 2, 168), None),
+    ("backward_k", LOG): ((64, 64, 4, 3, 0), None),
+    ("backward_k", DISTANCE): ((64, 64, 4, 3, 0), None),
+    ("forward", PROFILE): ((64, 64, 4, 3, 168), None),
+    ("backward_k", PROFILE): ((64, 64, 4, 3, 0), None),
     ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
-    ("backward_q", KNOTTED): ((64, 32, 4, 3, 168), (64, 32, 4, 2, 0)),
+    ("backward_q", KNOTTED): ((64, 64, 4, 2, 0), (64, 32, 4, 2, 0)),
     ("backward_k", KNOTTED): ((32, 64, 4, 3, 168), (32, 64, 4, 2, 0)),
     ("forward", BANK): ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     ("backward_q", BANK): ((64, 64, 4, 2, 0), (64, 64, 8, 2, 0)),
@@ -242,7 +250,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
     def maybe(needed: bool, *shape: int) -> Tensor:
         if not (grad and needed):
             return delta  # a pointer that is never written through
-        return lse.new_empty(shape) if f is None else lse.new_zeros(shape)  # of the first queries nobody writes
+        return lse.new_empty(shape)
 
     gated = c is not None and kind in (POTENTIAL, LOG)
     knots = kind == PROFILE and c.numel() > 0
@@ -254,13 +262,13 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
     by_key = maybe(at_keys, call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tq if knots else call.Tk)
     blocks = -(-call.Tq // call.blocks("backward_q")[0])
-    bounds = lse.new_empty(call.B, blocks, 2) if knots else delta
+    bends = lse.new_empty(call.B, blocks, 2, call.flags["KP"]) if knots else delta
     pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
     for part in calls:
         QM = part.blocks("backward_q")[0]
         part.launch(
             "backward_q", (-(-call.Tq // QM), call.B * call.H),
-            [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_rate, pieces, bounds],
+            [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_rate, pieces, bends],
             [q, k, v, out, do, dq],
             [scale, part.reach], GRAD=grad,
         )  # fmt: skip
@@ -269,7 +277,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
         assert QM % BM == 0
         part.launch(
             "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
-            [q, k, v, do, rows, dk, dv, by_key, by_rate, bounds], [q, k, v, do, dk, dv],
+            [q, k, v, do, rows, dk, dv, by_key, by_rate, bends], [q, k, v, do, dk, dv],
             [scale, part.reach], GRAD=grad and at_keys, QM=QM,
         )  # fmt: skip
 
@@ -298,14 +306,15 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
             # What lies above a knot belongs to the piece behind it, not to the one before.
             of_pieces[:, 1:] += sums[:, K + 1 : 2 * K + 1]
             of_pieces[:, :-1] -= sums[:, K + 1 : 2 * K + 1]
-            # Those of the offsets sum to zero, as the rows of dS do: the rest is error, in proportion to them.
             flat = of_pieces[..., 1]
-            share = flat.abs() / flat.abs().sum(1, keepdim=True).clamp(min=1e-30)
-            of_pieces[..., 1] = flat - flat.sum(1, keepdim=True) * share
-            grads[D], grads[E] = of_pieces[..., 0].contiguous(), of_pieces[..., 1].contiguous()
-            grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
             if wants & F_:
-                grads[F_] = _distance_gradient(calls[0], inputs, f)
+                flat = torch.cat((flat, _distance_gradient(calls[0], inputs, f)), 1)
+            # Offsets and table sum to zero, as the rows of dS do: the rest is error, in proportion to them.
+            size = flat.abs()
+            flat = flat - size * (flat.sum(1, keepdim=True) / size.sum(1, keepdim=True).clamp(min=1e-30))
+            grads[D], grads[E] = of_pieces[..., 0].contiguous(), flat[:, : K + 1].contiguous()
+            grads[F_] = flat[:, K + 1 :].contiguous()
+            grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
         else:
             grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
             of_rate = of_rate * d[:, 0] / (1 if call.flags["POWER"] else a.clamp(min=1e-12))

@@ -49,10 +49,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
 BANK_BEFORE = tl.constexpr(128)  # zeros, at least as many as a tile has distances below zero
-LAST = tl.constexpr(1 << 20)  # there must be fewer tiles in a row, or the loops over runs would not end
-MANY = tl.constexpr(1 << 15)  # there must be fewer knots
-# Of tiles: any; beyond the reach of a table or bank; with no knot of a profile, with one, as the caller knows.
-ANY, FAR, PURE, BENT = (tl.constexpr(n) for n in range(4))
+BITS = tl.constexpr(15)  # that hold the number of knots
+MANY = tl.constexpr(1 << 15)
+# Of tiles: any; beyond the reach of a table or bank.
+ANY, FAR = (tl.constexpr(n) for n in range(2))
 # Of queries: all; the first of each batch entry, as many as Term.first says; the others.
 ALL, FIRST, REST = (tl.constexpr(n) for n in range(3))
 
@@ -109,11 +109,9 @@ class Head(NamedTuple):
     """What belongs to one head."""
 
     h: Any
-    slope: Any  # of a piece, as `far`, where the caller knows which
+    slope: Any
     rate: Any
     far: Any
-    knot: Any  # of a BENT tile, and by how much the slope changes there
-    jump: Any
     knots: Any
 
 
@@ -124,15 +122,15 @@ class Query(NamedTuple):
     ref: Any  # S at the tile's reference
     gate: Any
     rho: Any
-    rho_lo: Any
-    rho_hi: Any
+    near: Any  # of each knot of a profile: `_bends`
+    far: Any
     mix: Any  # rows of a bank
     doc_lo: Any
     doc_hi: Any
 
 
 class Sums(NamedTuple):
-    """What backward_q sums along its rows, [BM, 8] each, or for a bank [BM, RP]."""
+    """What backward_q sums along its rows, [BM, 4] each, or for a bank [BM, RP]."""
 
     row: Any  # of dS
     query: Any  # for S_i, and what it expects under the softmax
@@ -140,16 +138,14 @@ class Sums(NamedTuple):
     gate: Any
     of_gate: Any
     mix: Any
-    psi: Any  # of a profile with knots: of dS * psi and of dS * its derivative; all three again above the one knot
+    psi: Any  # of a profile with knots, since the piece changed: of dS * psi and of dS * its derivative by the rate
     away: Any
-    row_above: Any
-    psi_above: Any
-    away_above: Any
 
 
 class Pieces(NamedTuple):
-    """Where they end in a profile with knots: for rho and the rate, [BM, 8]; by piece and above each knot, [4, PP]."""
+    """Where they end in a profile with knots: for rho and the rate, [BM, 4]; by piece and above each knot, [4, PP]."""
 
+    held: Any  # the piece that `Sums` are of
     rho: Any
     rate: Any
     slopes: Any
@@ -175,7 +171,7 @@ def _head(t, h, F: tl.constexpr):
             knots = tl.load(t.c + n, mask=n < F.KNOTS, other=float("inf"))
     if F.KIND == DISTANCE:
         far = tl.load(t.a + h * t.size + t.size - 1) * LOG2E
-    return Head(h, slope, rate, far, 0.0, 0.0, knots)
+    return Head(h, slope, rate, far, knots)
 
 
 @triton.jit
@@ -261,6 +257,14 @@ def _zeros(M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def _blank(M: tl.constexpr, N: tl.constexpr, T):
+    """Zeros for products to be added to, which the compiler cannot see to be zeros, as it does not know that there are
+    T tokens and not fewer than none. Of zeros that it knows it makes two sets, one for loops that do not run, and then
+    takes the products of a loop one after the other, waiting for each."""
+    return tl.where(tl.arange(0, M)[:, None] + tl.arange(0, N)[None, :] < -T, 1.0, 0.0)
+
+
+@triton.jit
 def _nothing(M: tl.constexpr):
     """The largest score of no scores."""
     return tl.full((M,), float("-inf"), tl.float32)
@@ -291,20 +295,25 @@ def _by_eight(M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _spread(x, TURNED: tl.constexpr, F: tl.constexpr):
-    """Values x[SPAN] by distance as a tile: entry y belongs to the distance `first query - first key + y - BN`."""
-    r = tl.arange(0, F.BM)
-    c = tl.arange(0, F.BN)
-    if TURNED:
-        return _pick(x, r[None, :] - c[:, None] + F.BN)
-    else:
-        return _pick(x, r[:, None] - c[None, :] + F.BN)
+def _distances(base, TURNED: tl.constexpr, F: tl.constexpr):
+    """Those of the tile whose first query and first key are `base` apart, in the order that `_spread` wants."""
+    y = tl.arange(0, F.SPAN)
+    return base + F.BM - y if TURNED else base - F.BN + y
 
 
 @triton.jit
-def _table(base, t, h, F: tl.constexpr):
-    """Values by distance, [SPAN], of the tile whose first query and first key are `base` apart."""
-    d = base - F.BN + tl.arange(0, F.SPAN)
+def _spread(x, TURNED: tl.constexpr, F: tl.constexpr):
+    """Values x[SPAN] by distance as a tile, [BM, BN] or turned. Entries of a thread that lie on one diagonal are seen
+    to be one load: rows come first in the difference, as a known offset to the left of a minus is folded."""
+    M: tl.constexpr = F.BN if TURNED else F.BM
+    N: tl.constexpr = F.BM if TURNED else F.BN
+    m1, m0, n1, n0 = _by_eight(M, N)
+    return tl.reshape(_pick(x, (m1 - n1) * 8 + (m0 - n0) + N), (M, N))
+
+
+@triton.jit
+def _table(d, t, h):
+    """Values of the distances d."""
     at = tl.minimum(tl.maximum(d + t.origin, 0), t.size - 1)
     return tl.load(t.a + h * t.size + at) * LOG2E
 
@@ -325,119 +334,96 @@ def _bank(base, t, F: tl.constexpr):
 
 
 @triton.jit
-def _range_of_u(base, rows, rate, rho_lo, rho_hi, LEAST: tl.constexpr, F: tl.constexpr):
-    """No more than the smallest and no less than the largest u of so many rows of a tile, at distances from LEAST."""
-    near = base - (F.BN - 1)
-    far = base + rows - 1
-    if F.CAUSAL:
-        near = tl.maximum(near, LEAST)
-        far = tl.maximum(far, LEAST)
-    else:
-        a = tl.abs(near)
-        b = tl.abs(far)
-        near = tl.maximum(tl.where((near <= 0) & (far >= 0), 0, tl.minimum(a, b)), LEAST)
-        far = tl.maximum(a, b)
-    return _psi(near, rate, F) * rho_lo * 0.99999 - 1e-6, _psi(far, rate, F) * rho_hi * 1.00001 + 1e-6
-
-
-@triton.jit
-def _below(knots, u):
-    """How many knots lie below u."""
-    return tl.sum((knots < u).to(tl.int32), 0)
-
-
-@triton.jit
-def _pieces_in(base, q, head, F: tl.constexpr):
-    """Knots below the smallest and below the largest u of a tile, at distances from 1. A knot too many costs time."""
-    lo, hi = _range_of_u(base, F.BM, head.rate, q.rho_lo, q.rho_hi, 1, F)
-    return _below(head.knots, lo), _below(head.knots, hi)
-
-
-@triton.jit
-def _jump(t, h, k, F: tl.constexpr):
-    """By how much the slope changes at knot k, in log 2 units."""
-    p = t.d + h * (F.KNOTS + 1) + k
-    return (tl.load(p + 1) - tl.load(p)) * LOG2E
-
-
-@triton.jit
-def _piece(t, head, r, BENT_TOO: tl.constexpr, F: tl.constexpr):
-    """The head with the slope and offset of one piece, in log 2 units, and with the knot behind it."""
-    p = head.h * (F.KNOTS + 1) + r
-    slope = tl.load(t.d + p) * LOG2E
-    far = tl.load(t.e + p) * LOG2E
-    knot = 0.0
-    jump = 0.0
-    if BENT_TOO:
-        knot = tl.load(t.c + r)
-        jump = _jump(t, head.h, r, F)
-        far -= jump * knot  # the tile then adds jump * max(u, knot)
-    return Head(head.h, slope, head.rate, far, knot, jump, head.knots)
-
-
-@triton.jit
-def _distance_of(u, head):
+def _distance_of(u, rate):
     """The distance at which psi is u, as far as it matters."""
-    d = (tl.exp2(tl.minimum(u * LOG2E, 126.0)) - 1.0) / tl.maximum(head.rate, 1e-30)
+    d = (tl.exp2(tl.minimum(u * LOG2E, 126.0)) - 1.0) / tl.maximum(rate, 1e-30)
     return tl.minimum(tl.maximum(d, -1.0), 1e9)
 
 
 @triton.jit
-def _crossings(mcol, info, head, F: tl.constexpr):
-    """For a block of queries, of each knot: the first tile of keys that it is not below of, and the first that it is
-    above of. Between these it lies in tiles, or so it seems: a tile too many costs time alone."""
-    near = _distance_of((head.knots + 1e-6) / (info.rho_lo * 0.99999), head) * 1.0001 + 1e-3
-    far = _distance_of((head.knots - 1e-6) / (info.rho_hi * 1.00001), head) * 0.9999 - 1e-3
-    enter = tl.ceil((mcol - F.BN + 1 - near) / F.BN).to(tl.int32)
-    leave = tl.ceil((mcol + F.BM - 1 - far) / F.BN).to(tl.int32)
-    return enter, leave
+def _bends(rho, head):
+    """For a block of queries, of each knot: the distance beyond which all of them have passed it, and the one up to
+    which none has. In a tile between these it may lie: a knot too many costs time alone."""
+    lo = tl.min(rho, 0) * 0.99999
+    hi = tl.max(rho, 0) * 1.00001
+    near = _distance_of((head.knots + 1e-6) / lo, head.rate) * 1.0001 + 1e-3
+    far = _distance_of((head.knots - 1e-6) / hi, head.rate) * 0.9999 - 1e-3
+    return near, far
 
 
 @triton.jit
-def _run_of_keys(n0, full, end, enter, leave, F: tl.constexpr):
-    """Where the run of tiles that begins at key n0 ends, all with the same knots inside; how many knots lie below it,
-    and how many inside. Behind the tiles that are visible throughout, whatever they hold, it says more than one."""
-    n = n0 // F.BN
-    count = tl.sum(tl.where(n < enter, 1, tl.where(n < leave, MANY, 0)), 0)
-    then = tl.min(tl.where(n < enter, enter, tl.where(n < leave, leave, LAST)), 0)
-    whole = n0 < full
-    return tl.where(whole, tl.minimum(then * F.BN, full), end), count % MANY, tl.where(whole, count // MANY, MANY)
+def _knots_in(base, q, LEAST: tl.constexpr, F: tl.constexpr):
+    """How many knots lie below a tile, at distances from LEAST, and in the higher BITS how many inside."""
+    least = base - (F.BN - 1)
+    most = base + F.BM - 1
+    if not F.CAUSAL:
+        a = tl.abs(least)
+        b = tl.abs(most)
+        least = tl.where((least <= 0) & (most >= 0), 0, tl.minimum(a, b))
+        most = tl.maximum(a, b)
+    least = tl.maximum(least, LEAST).to(tl.float32)
+    most = tl.maximum(most, LEAST).to(tl.float32)
+    return tl.sum(tl.where(q.near < least, 1, tl.where(q.far < most, MANY, 0)), 0)
 
 
 @triton.jit
-def _run_of_queries(m0, end, base, Bounds, head, F: tl.constexpr):
-    """The same for a block of keys and the run that begins at query m0, `base` from the first key; it is cut off after
-    32 blocks of QM queries, of which the bounds of rho are known."""
-    lane = tl.arange(0, 32)
-    block = m0 // F.QM
-    blocks = (end + F.QM - 1) // F.QM - block
-    at = Bounds + 2 * (block + tl.minimum(lane, blocks - 1))
-    first = base + (block + lane) * F.QM - m0
-    lo, hi = _range_of_u(first, F.QM, head.rate, tl.load(at), tl.load(at + 1), 0, F)
-    below = head.knots[None, :] < lo[:, None]
-    inside = (head.knots[None, :] < hi[:, None]) & (head.knots[None, :] >= lo[:, None])
-    count = tl.sum(tl.where(below, 1, tl.where(inside, MANY, 0)), 1)
-    here = tl.sum(tl.where(lane == 0, count, 0), 0)
-    then = tl.min(tl.where(count == here, 32, lane), 0)
-    return tl.minimum((block + then) * F.QM, end), here % MANY, here // MANY
+def _counted(count):
+    """The two numbers of `_knots_in`, for use inside an `if` or a loop in a loop: Triton 3.6 loads a piece some tiles
+    ahead, and inside of these would take the number that the load is for. It is told of another here."""
+    inside = count >> BITS
+    return count - inside * MANY, inside
 
 
 @triton.jit
-def _add_profile(s, u, base, q, head, t, F: tl.constexpr):
-    """Scores plus a profile with any knots."""
-    r0, r1 = _pieces_in(base, q, head, F)
-    piece = _piece(t, head, r0, False, F)
-    bias = piece.slope * u + piece.far
-    for k in range(r0, r1):  # it is continuous
-        bias += _jump(t, head.h, k, F) * tl.maximum(u - tl.load(t.c + k), 0.0)
-    # Knots between the distances 0 and 1 were not counted.
-    return s + tl.where(u == 0.0, _piece(t, head, _below(head.knots, 0.0), False, F).far, bias)
+def _piece(t, head, r, F: tl.constexpr):
+    """Slope and offset of piece r, in log 2 units."""
+    p = head.h * (F.KNOTS + 1) + r
+    return tl.load(t.d + p) * LOG2E, tl.load(t.e + p) * LOG2E
 
 
 @triton.jit
-def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
-    """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`, and on a PURE or BENT tile
-    head.far). And of a profile: psi."""
+def _knot(t, head, k, F: tl.constexpr):
+    """Where knot k lies, and by how much the slope changes there, in log 2 units."""
+    p = t.d + head.h * (F.KNOTS + 1) + k
+    return tl.load(t.c + k), (tl.load(p + 1) - tl.load(p)) * LOG2E
+
+
+@triton.jit
+def _at_zero(head):
+    """The piece of distance 0."""
+    return tl.sum((head.knots < 0.0).to(tl.int32), 0)
+
+
+@triton.jit
+def _add_profile(s, psi, count, q, head, t, ZERO: tl.constexpr, F: tl.constexpr):
+    """Scores plus a profile with knots, less what is constant in the tile; and that. It is continuous: each knot adds
+    what lies above it. ZERO: the knots between the distances 0 and 1 were not counted."""
+    plain = s
+    slope, far = _piece(t, head, count & (MANY - 1), F)
+    below, inside = _counted(count)
+    if inside == 0:
+        s += (slope * q.rho) * psi
+    else:
+        u = psi * q.rho
+        s += slope * u
+        for k in range(below, below + inside):
+            knot, jump = _knot(t, head, k, F)
+            s += jump * tl.maximum(u, knot)
+            far -= jump * knot
+    if ZERO:
+        at_zero, offset = _piece(t, head, _at_zero(head), F)
+        s = tl.where(psi == 0.0, plain + (offset - far), s)
+    return s, far
+
+
+@triton.jit
+def _add_bias(
+    s, base, fi, fj, sj, q, head, t, c2, count, ZERO: tl.constexpr, TURNED: tl.constexpr, MODE: tl.constexpr,
+    F: tl.constexpr,
+):  # fmt: skip
+    """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`) or, of a profile with
+    knots, in the tile. And of a profile: psi, and that constant."""
+    far = 0.0
     psi = s
     if F.KIND == SLOPE:
         if F.CANCEL:
@@ -459,7 +445,7 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: t
         log = _log2(gap * gap + 1.0, F.EXACT)
         s -= q.gate * log if F.GATED else log
     if F.KIND == PROFILE:
-        by_distance = _psi(base - F.BN + tl.arange(0, F.SPAN), head.rate, F)
+        by_distance = _psi(_distances(base, TURNED, F), head.rate, F)
         if F.ONE:  # its offset is constant along every row, and cancels
             if TURNED and F.GRAD:  # backward_k needs psi itself
                 psi = _spread(by_distance, TURNED, F)
@@ -468,19 +454,15 @@ def _add_bias(s, base, fi, fj, sj, q, head, t, c2, TURNED: tl.constexpr, MODE: t
                 s += _spread(head.slope * by_distance, TURNED, F)
         else:
             psi = _spread(by_distance, TURNED, F)
-            if MODE == PURE or F.KNOTS == 0:
+            if F.KNOTS == 0:
                 s += (head.slope * q.rho) * psi
-            elif MODE == BENT:
-                u = psi * q.rho
-                s += head.slope * u
-                s += head.jump * tl.maximum(u, head.knot)
             else:
-                s = _add_profile(s, psi * q.rho, base, q, head, t, F)
+                s, far = _add_profile(s, psi, count, q, head, t, ZERO, F)
     if F.KIND == DISTANCE:
-        s += head.far if MODE == FAR else _spread(_table(base, t, head.h, F), TURNED, F)
+        s += head.far if MODE == FAR else _spread(_table(_distances(base, TURNED, F), t, head.h), TURNED, F)
     if F.KIND == BANK and MODE != FAR:
         s += _bank_tile(_bank(base, t, F), q.mix, TURNED, F)
-    return s, psi
+    return s, psi, far
 
 
 @triton.jit
@@ -520,9 +502,9 @@ def _visible(i, j, klen, other, lo, hi, F: tl.constexpr):
 
 @triton.jit
 def _fold(x, M: tl.constexpr, N: tl.constexpr):
-    """[M, N] summed to [M, 8] over columns that one thread holds: no traffic between threads inside a loop. The last
-    sum, over 8, is taken once behind it."""
-    return tl.sum(tl.reshape(x, (M, N // 8, 8)), 1)
+    """[M, N] summed to [M, 4] over columns that one thread holds: no traffic between threads inside a loop. The last
+    sum, over 4, is taken once behind it."""
+    return tl.sum(tl.sum(tl.reshape(x, (M, N // 8, 4, 2)), 1), 2)
 
 
 @triton.jit
@@ -595,23 +577,23 @@ def _put(P, at, stride, ok, x, F: tl.constexpr):
 
 
 @triton.jit
-def _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, F: tl.constexpr):
+def _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F: tl.constexpr):
     """For a kernel that owns the queries m0 .. m0+BM-1: what the term and the mask keep of them, as columns."""
     r = m0 + tl.arange(0, F.BM)
+    h = head.h
     s, g, rho = _per_query(t, b, h, r, Tq, F)
     ref = 0.0
-    rho_lo = 1.0
-    rho_hi = 1.0
+    near = 0.0
+    far = 0.0
     mix = 0.0
     if F.KIND == POTENTIAL or F.KIND == LOG:
         ref = tl.load(t.a + b * t.q_b + h * Tq + m0)
     if F.KIND == PROFILE and F.KNOTS > 0:
-        rho_lo = tl.min(rho, 0)
-        rho_hi = tl.max(rho, 0)
+        near, far = _bends(rho, head)
     if F.KIND == BANK:
         mix = _mix(t, b, h, r, Tq, F)
     doc_lo, doc_hi = _borders(Docs, (mcol + tl.arange(0, F.BM))[:, None], Tk, F)
-    return Query(s[:, None], ref, g[:, None], rho[:, None], rho_lo, rho_hi, mix, doc_lo, doc_hi)
+    return Query(s[:, None], ref, g[:, None], rho[:, None], near, far, mix, doc_lo, doc_hi)
 
 
 @triton.jit
@@ -666,13 +648,17 @@ def _forward_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        s, psi = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
+        count = 0
+        if F.KNOTS > 0:
+            count = _knots_in(mcol - n0, info, 1 if MASKED or not F.CAUSAL else 0, F)
+        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, MASKED or not F.CAUSAL, False, MODE,
+                                F)  # fmt: skip
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             s = tl.where(ok2, s, float("-inf"))
         top = tl.max(s, 1)
-        if MODE == PURE or MODE == BENT:
-            top += head.far
+        if F.KNOTS > 0:
+            top += far
         top = tl.maximum(m, top)
         base = top
         if MASKED:
@@ -681,9 +667,9 @@ def _forward_tiles(
             w = tl.exp2(s * c2 - (base * c2)[:, None])
             fade = tl.exp2((m - base) * c2)
         else:
-            w = tl.exp2(s - (base - head.far if MODE == PURE or MODE == BENT else base)[:, None])
+            w = tl.exp2(s - (base - far if F.KNOTS > 0 else base)[:, None])
             fade = tl.exp2(m - base)
-        l = l * fade[:, None] + _fold(w, F.BM, F.BN)
+        l = l * fade[:, None] + tl.sum(tl.reshape(w, (F.BM, F.BN // 8, 8)), 1)
         m = top
         v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
         acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision=F.PREC)
@@ -711,9 +697,9 @@ def forward(
     r = m0 + tl.arange(0, F.BM)
     q = _features(Q + b * q_b + h * q_h, r.to(tl.int64), q_t, r < Tq, True, F)
     head = _head(t, h, F)
-    info = _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, F)
+    info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
-    acc = _zeros(F.BM, F.DP)
+    acc = _blank(F.BM, F.DP, Tk)
     l = _zeros(F.BM, 8)
     m = _nothing(F.BM)
     K += b * k_b + (h // GROUP) * k_h
@@ -722,31 +708,11 @@ def forward(
     if F.HAS_FAR and F.CAUSAL:
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
                                    False, FAR, F)  # fmt: skip
-    if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-        enter, leave = _crossings(mcol, info, head, F)
-        n0 = begin
-        while n0 < full:
-            stop, below, inside = _run_of_keys(n0, full, end, enter, leave, F)
-            if inside == 0:
-                acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info,
-                                           _piece(t, head, below, False, F), t, c2, False, PURE, F)  # fmt: skip
-            elif inside == 1:
-                acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info,
-                                           _piece(t, head, below, True, F), t, c2, False, BENT, F)  # fmt: skip
-            n0 = stop
-        n0 = begin
-        while n0 < end:
-            stop, below, inside = _run_of_keys(n0, full, end, enter, leave, F)
-            if inside > 1:
-                acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, head, t, c2,
-                                           True, ANY, F)  # fmt: skip
-            n0 = stop
-    else:
-        if not (F.DOCS or F.WINDOW > 0):
-            acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
-                                       False, ANY, F)  # fmt: skip
-        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2,
-                                   True, ANY, F)  # fmt: skip
+    if not (F.DOCS or F.WINDOW > 0):
+        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
+                                   False, ANY, F)  # fmt: skip
+    acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2,
+                               True, ANY, F)  # fmt: skip
 
     l = tl.sum(l, 1)
     empty = l == 0.0
@@ -784,15 +750,19 @@ def _backward_q_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        s, psi = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, False, MODE, F)
-        level = lse - head.far if MODE == PURE or MODE == BENT else lse
+        count = 0
+        if F.KNOTS > 0:
+            count = _knots_in(mcol - n0, info, 1 if MASKED or not F.CAUSAL else 0, F)
+        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, MASKED or not F.CAUSAL, False, MODE,
+                                F)  # fmt: skip
+        level = lse - far if F.KNOTS > 0 else lse
         w = tl.exp2(s * c2 - level[:, None]) if F.RAW else tl.exp2(s - level[:, None])
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             w = tl.where(ok2, w, 0.0)
         ds = w * (dp - delta[:, None])
         if F.GRAD:
-            row, query, of_query, gate, of_gate, mix, by_psi, by_away, row_above, psi_above, away_above = sums
+            row, query, of_query, gate, of_gate, mix, by_psi, by_away = sums
             if not F.SURE:
                 row += _fold(ds, F.BM, F.BN)
             if F.KIND == POTENTIAL:
@@ -814,40 +784,43 @@ def _backward_q_tiles(
                 if F.GATED:
                     gate -= _fold(ds * log, F.BM, F.BN)
                     of_gate -= _fold(w * log, F.BM, F.BN)
-            if F.KIND == PROFILE and F.KNOTS > 0:
-                d = tl.abs(mcol - n0 - F.BN + tl.arange(0, F.SPAN)).to(tl.float32)
+            if F.KNOTS > 0:
+                d = tl.abs(_distances(mcol - n0, False, F)).to(tl.float32)
                 away = _spread(d / (head.rate * d + 1.0), False, F)
-                if MODE == PURE or MODE == BENT:  # of one piece: the caller knows which
-                    row += _fold(ds, F.BM, F.BN)
-                    by_psi += _fold(ds * psi, F.BM, F.BN)
-                    by_away += _fold(ds * away, F.BM, F.BN)
-                if MODE == BENT:
-                    above = tl.where(psi * info.rho > head.knot, ds, 0.0)
-                    row_above += _fold(above, F.BM, F.BN)
-                    psi_above += _fold(above * psi, F.BM, F.BN)
-                    away_above += _fold(above * away, F.BM, F.BN)
-                if MODE == ANY:
-                    pieces = _over_pieces(pieces, ds, psi, away, mcol - n0, info, head, t, F)
+                below, inside = _counted(count)
+                if below != pieces.held:
+                    pieces = _settle(pieces, below, row, by_psi, by_away, info.rho, head, t, F)
+                    row, by_psi, by_away = _zeros(F.BM, 4), _zeros(F.BM, 4), _zeros(F.BM, 4)
+                x = ds
+                if MASKED or not F.CAUSAL:  # distance 0, below knots that were not counted
+                    x = tl.where(psi == 0.0, ds, 0.0)
+                    pieces = _with_offset(pieces, _at_zero(head), _fold(x, F.BM, F.BN), F)
+                    x = ds - x
+                row += _fold(x, F.BM, F.BN)
+                by_psi += _fold(x * psi, F.BM, F.BN)
+                by_away += _fold(x * away, F.BM, F.BN)
+                if inside > 0:
+                    pieces = _over_knots(pieces, x, psi, away, below, inside, info.rho, head, t, F)
             if F.KIND == BANK and MODE != FAR:
                 columns = _bank(mcol - n0, t, F)
                 z = _slide(ds.to(k.dtype), False, F).to(tl.float32)
                 # Adds nothing, but lays z out as the next product needs it: else it would go through memory once more.
                 z = tl.dot(tl.zeros_like(info.mix), columns, z, input_precision=F.PREC)
                 mix = tl.dot(z.to(k.dtype), tl.trans(columns), mix, input_precision=F.PREC)
-            sums = Sums(row, query, of_query, gate, of_gate, mix, by_psi, by_away, row_above, psi_above, away_above)
+            sums = Sums(row, query, of_query, gate, of_gate, mix, by_psi, by_away)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PREC)
     return dq, sums, pieces
 
 
 @triton.jit
 def _collect(sums, at, x, F: tl.constexpr):
-    """Sums [4, PP] with the sum of x [BM, 8] added in column `at`, in four parts: each what one warp of four holds, so
+    """Sums [4, PP] with the sum of x [BM, 4] added in column `at`, in four parts: each what one warp of four holds, so
     that warps need not wait for each other."""
     if F.EXACT:
         # In the layout of float32 products several threads hold each entry, and Triton 3.6 would count it for each.
         part = tl.where(tl.arange(0, 4) == 0, tl.sum(tl.sum(x, 1), 0), 0.0)
     else:
-        part = tl.sum(tl.reshape(x, (4, F.BM * 2)), 1)
+        part = tl.sum(tl.reshape(x, (4, F.BM)), 1)
     return sums + tl.where(tl.arange(0, F.PP)[None, :] == at, part[:, None], 0.0)
 
 
@@ -855,6 +828,7 @@ def _collect(sums, at, x, F: tl.constexpr):
 def _to_piece(pieces, at, slope, row, psi, away, rho, F: tl.constexpr):
     """What rows sum to on one piece, or above one knot, where the slope (changes) so much."""
     return Pieces(
+        pieces.held,
         pieces.rho + slope * psi,
         pieces.rate + slope * (rho * away),
         _collect(pieces.slopes, at, rho * psi, F),
@@ -863,20 +837,27 @@ def _to_piece(pieces, at, slope, row, psi, away, rho, F: tl.constexpr):
 
 
 @triton.jit
-def _over_pieces(pieces, ds, psi, away, base, q, head, t, F: tl.constexpr):
-    """The sums of a tile with any knots."""
-    r0, r1 = _pieces_in(base, q, head, F)
-    here = _fold(tl.where(psi == 0.0, ds, 0.0), F.BM, F.BN)  # distance 0, below knots that were not counted
-    offsets = _collect(pieces.offsets, _below(head.knots, 0.0), here, F)
-    pieces = Pieces(pieces.rho, pieces.rate, pieces.slopes, offsets)
-    ds = tl.where(psi == 0.0, 0.0, ds)
-    slope = _piece(t, head, r0, False, F).slope
-    row, by_psi, by_away = _fold(ds, F.BM, F.BN), _fold(ds * psi, F.BM, F.BN), _fold(ds * away, F.BM, F.BN)
-    pieces = _to_piece(pieces, r0, slope, row, by_psi, by_away, q.rho, F)
-    for k in range(r0, r1):
-        x = tl.where(psi * q.rho > tl.load(t.c + k), ds, 0.0)
-        row, by_psi, by_away = _fold(x, F.BM, F.BN), _fold(x * psi, F.BM, F.BN), _fold(x * away, F.BM, F.BN)
-        pieces = _to_piece(pieces, F.KNOTS + 1 + k, _jump(t, head.h, k, F), row, by_psi, by_away, q.rho, F)
+def _with_offset(pieces, at, row, F: tl.constexpr):
+    offsets = _collect(pieces.offsets, at, row, F)
+    return Pieces(pieces.held, pieces.rho, pieces.rate, pieces.slopes, offsets)
+
+
+@triton.jit
+def _settle(pieces, then, row, psi, away, rho, head, t, F: tl.constexpr):
+    """The sums of the piece that was held go where they belong; another is held then."""
+    slope, offset = _piece(t, head, pieces.held, F)
+    pieces = _to_piece(pieces, pieces.held, slope, row, psi, away, rho, F)
+    return Pieces(then, pieces.rho, pieces.rate, pieces.slopes, pieces.offsets)
+
+
+@triton.jit
+def _over_knots(pieces, x, psi, away, below, inside, rho, head, t, F: tl.constexpr):
+    """What lies above each knot inside a tile."""
+    for k in range(below, below + inside):
+        knot, jump = _knot(t, head, k, F)
+        y = tl.where(psi * rho > knot, x, 0.0)
+        row, by_psi, by_away = _fold(y, F.BM, F.BN), _fold(y * psi, F.BM, F.BN), _fold(y * away, F.BM, F.BN)
+        pieces = _to_piece(pieces, F.KNOTS + 1 + k, jump, row, by_psi, by_away, rho, F)
     return pieces
 
 
@@ -902,7 +883,7 @@ def _slide(x, TURNED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByRate, PieceSums, Bounds, Meta, Docs, TA, TB, TC, TD,
+    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByRate, PieceSums, Bends, Meta, Docs, TA, TB, TC, TD,
     TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b,
     do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
@@ -910,14 +891,22 @@ def backward_q(
     relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
     potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots: ByRate
     [B, H, Tq], of which the host takes the sum; `PieceSums` [B, H, blocks, 2, PP]: sums of dS * u and of dS
-    over the tiles that begin on each piece, then over what lies above each knot; and for backward_k `Bounds`
-    [B, blocks, 2] of rho."""
+    over the tiles that begin on each piece, then over what lies above each knot; and for backward_k `Bends`
+    [B, blocks, 2, KP]."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
+    pieces_at = PieceSums + ((b * H + h) * tl.num_programs(0) + m0 // F.BM) * (2 * F.PP) + tl.arange(0, F.PP)
     if F.ROWS != ALL:
         if (m0 < _first_rows(t, b)) != (F.ROWS == FIRST):
+            if F.KNOTS > 0 and F.GRAD:  # what the host sums
+                r = m0 + tl.arange(0, F.BM)
+                at = (b * H + h) * Tq + r
+                tl.store(ByQuery + at, 0.0, mask=r < Tq)
+                tl.store(ByRate + at, 0.0, mask=r < Tq)
+                tl.store(pieces_at, 0.0)
+                tl.store(pieces_at + F.PP, 0.0)
             return
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     mcol = q_off + m0
@@ -932,13 +921,13 @@ def backward_q(
         delta += tl.sum(low.to(tl.float32) * do.to(tl.float32), 1)
     row = (b * H + h) * Tq + r
     head = _head(t, h, F)
-    info = _block_of_queries(t, Docs, b, h, m0, mcol, Tq, Tk, F)
+    info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
     if F.KNOTS > 0:
         if h == 0:
-            at = Bounds + (b * tl.num_programs(0) + m0 // F.BM) * 2
-            tl.store(at, info.rho_lo)
-            tl.store(at + 1, info.rho_hi)
+            at = Bends + (b * tl.num_programs(0) + m0 // F.BM) * (2 * F.KP) + tl.arange(0, F.KP)
+            tl.store(at, info.near)
+            tl.store(at + F.KP, info.far)
     if F.CANCEL and (F.KIND == SLOPE or F.KIND == POTENTIAL):
         fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
         lse += tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, c2, F), 1)
@@ -950,11 +939,10 @@ def backward_q(
         tl.store((Rows + row * 4 + 3)[:, None], info.rho if F.KIND == PROFILE else info.s, mask=r[:, None] < Tq)
 
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
-    dq = _zeros(F.BM, F.DP)
-    zero = _zeros(F.BM, 8)
-    none = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), zero, zero, zero, zero, zero)
-    sums = none
-    pieces = Pieces(zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
+    dq = _blank(F.BM, F.DP, Tk)
+    zero = _zeros(F.BM, 4)
+    sums = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), zero, zero)
+    pieces = Pieces(tl.cast(0, tl.int32), zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
     K += b * k_b + (h // GROUP) * k_h
     V += b * v_b + (h // GROUP) * v_h
     SK = TB + b * t_k + h * Tk
@@ -962,49 +950,18 @@ def backward_q(
         dq, sums, pieces = _backward_q_tiles(
             dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2, False,
             FAR, F)  # fmt: skip
-    if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-        enter, leave = _crossings(mcol, info, head, F)
-        n0 = begin
-        while n0 < full:
-            stop, below, inside = _run_of_keys(n0, full, end, enter, leave, F)
-            if inside == 0:
-                piece = _piece(t, head, below, False, F)
-                dq, run, pieces = _backward_q_tiles(
-                    dq, none, pieces, q, do, delta, lse, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, piece, t, c2,
-                    False, PURE, F)  # fmt: skip
-                if F.GRAD:
-                    pieces = _to_piece(pieces, below, piece.slope, run.row, run.psi, run.away, info.rho, F)
-            elif inside == 1:
-                piece = _piece(t, head, below, True, F)
-                dq, run, pieces = _backward_q_tiles(
-                    dq, none, pieces, q, do, delta, lse, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, piece, t, c2,
-                    False, BENT, F)  # fmt: skip
-                if F.GRAD:
-                    pieces = _to_piece(pieces, below, piece.slope, run.row, run.psi, run.away, info.rho, F)
-                    pieces = _to_piece(pieces, F.KNOTS + 1 + below, piece.jump, run.row_above, run.psi_above,
-                                       run.away_above, info.rho, F)  # fmt: skip
-            n0 = stop
-        n0 = begin
-        while n0 < end:
-            stop, below, inside = _run_of_keys(n0, full, end, enter, leave, F)
-            if inside > 1:
-                dq, run, pieces = _backward_q_tiles(
-                    dq, none, pieces, q, do, delta, lse, K, V, k_t, v_t, n0, stop, mcol, klen, SK, info, head, t, c2,
-                    True, ANY, F)  # fmt: skip
-            n0 = stop
-    else:
-        if not (F.DOCS or F.WINDOW > 0):
-            dq, sums, pieces = _backward_q_tiles(
-                dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
-                False, ANY, F)  # fmt: skip
+    if not (F.DOCS or F.WINDOW > 0):
         dq, sums, pieces = _backward_q_tiles(
-            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2, True,
-            ANY, F)  # fmt: skip
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
+            False, ANY, F)  # fmt: skip
+    dq, sums, pieces = _backward_q_tiles(
+        dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2, True,
+        ANY, F)  # fmt: skip
 
     _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq * scale, F)
     # Rows of dS sum to zero. What they sum to here is the error of delta, which came from a rounded output: with it
     # delta is put right for the other kernels, and the sums above for that error times the expectation of their factor.
-    rowsum = tl.sum(sums.row, 1)
+    rowsum = tl.sum(zero if F.SURE else sums.row, 1)
     delta += rowsum
     tl.store(Delta + row, delta, mask=r < Tq)
     tl.store(Rows + row * 4 + 1, delta, mask=r < Tq)
@@ -1019,21 +976,32 @@ def backward_q(
             ok = (r[:, None] < Tq) & (n[None, :] < F.RANK)
             tl.store(ByQuery + row[:, None] * F.RANK + n[None, :], sums.mix, mask=ok)
         if F.KNOTS > 0:  # slopes are in units of log 2
+            pieces = _settle(pieces, 0, sums.row, sums.psi, sums.away, info.rho, head, t, F)
             tl.store(ByQuery + row, tl.sum(pieces.rho, 1) * LN2, mask=r < Tq)
             tl.store(ByRate + row, tl.sum(pieces.rate, 1) * LN2, mask=r < Tq)
-            n = tl.arange(0, F.PP)
-            to = PieceSums + ((b * H + h) * tl.num_programs(0) + m0 // F.BM) * (2 * F.PP)
-            tl.store(to + n, tl.sum(pieces.slopes, 0))
-            tl.store(to + F.PP + n, tl.sum(pieces.offsets, 0))
+            tl.store(pieces_at, tl.sum(pieces.slopes, 0))
+            tl.store(pieces_at + F.PP, tl.sum(pieces.offsets, 0))
+
+
+@triton.jit
+def _next_knots(Bends, m0, Tq, offset, MASKED: tl.constexpr, F: tl.constexpr):
+    """`_knots_in` of the tile at query m0, which backward_k asks for one tile ahead: what a tile reads would
+    else wait for two loads, one for the other."""
+    at = Bends + tl.minimum(m0, Tq - 1) // F.QM * (2 * F.KP) + tl.arange(0, F.KP)
+    q = Query(0, 0, 0, 0, tl.load(at), tl.load(at + F.KP), 0, 0, 0)
+    return _knots_in(offset + m0, q, 1 if MASKED or not F.CAUSAL else 0, F)
 
 
 @triton.jit
 def _backward_k_tiles(
     dk, dv, key_sum, rate_sum, k, v, Q, DO, q_t, do_t, Rows, begin, end, n0, q_off, klen, b, Tq, sj, sref, doc_lo,
-    doc_hi, head, t, Bounds, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
+    doc_hi, head, t, Bends, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     a = tl.arange(0, F.BM)
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
+    count = 0
+    if F.KNOTS > 0:
+        count = _next_knots(Bends, begin, Tq, q_off - n0, MASKED, F)
     for m0 in range(begin, end, F.BM):
         mcol = q_off + m0
         q = _features(Q + tl.cast(m0, tl.int64) * q_t, a, q_t, a < Tq - m0, not F.EVEN, F)
@@ -1041,18 +1009,15 @@ def _backward_k_tiles(
         lse, delta, gi, si = _rows(Rows + tl.cast(m0, tl.int64) * 4, a, Tq - m0, F)
         s = _scores(k, q, c2, F)
         fi = (mcol - n0 + a).to(tl.float32)[None, :]
-        rho_lo = 1.0
-        rho_hi = 1.0
         mix = 0.0
-        if F.KNOTS > 0 and MODE == ANY:
-            rho_lo = tl.load(Bounds + m0 // F.QM * 2)
-            rho_hi = tl.load(Bounds + m0 // F.QM * 2 + 1)
         if F.KIND == BANK:
             mix = _mix(t, b, head.h, m0 + a, Tq, F)
-        info = Query(si, sref, gi, si, rho_lo, rho_hi, mix, 0, 0)
-        s, psi = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, True, MODE, F)
-        if MODE == PURE or MODE == BENT:
-            lse -= head.far
+        info = Query(si, sref, gi, si, 0.0, 0.0, mix, 0, 0)
+        s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, MASKED or not F.CAUSAL, True,
+                                   MODE, F)  # fmt: skip
+        if F.KNOTS > 0:
+            lse -= offset
+            count = _next_knots(Bends, m0 + F.BM, Tq, q_off - n0, MASKED, F)
         if F.CANCEL and F.KIND == SLOPE:
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
         if F.CANCEL and F.KIND == POTENTIAL:
@@ -1082,7 +1047,7 @@ def _backward_k_tiles(
             if F.KIND == PROFILE:
                 x = ds if F.ONE else ds * si
                 key_sum += _fold(x * psi, F.BN, F.BM)
-                pull = _spread(_psi_by_rate(mcol - n0 - F.BN + tl.arange(0, F.SPAN), head.rate, F), True, F)
+                pull = _spread(_psi_by_rate(_distances(mcol - n0, True, F), head.rate, F), True, F)
                 rate_sum += _fold(x * pull, F.BN, F.BM)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=F.PREC)
     return dk, dv, key_sum, rate_sum
@@ -1090,13 +1055,13 @@ def _backward_k_tiles(
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Rows, DK, DV, DKey, DRate, Bounds, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k,
+    Q, K, V, DO, Rows, DK, DV, DKey, DRate, Bends, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k,
     t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t,
     dv_b, dv_h, dv_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
     potential at the keys, or for slopes and a profile without knots, of which the host takes the sum; `DRate`, the same
-    for its rate. QM is the block of queries of backward_q, which wrote Rows and Bounds."""
+    for its rate. QM is the block of queries of backward_q, which wrote Rows and Bends."""
     n0 = tl.program_id(0) * F.BN
     HKV = H // GROUP
     b = (tl.program_id(1) // HKV).to(tl.int64)
@@ -1109,7 +1074,7 @@ def backward_k(
     v = _features(V + b * v_b + hk * v_h, j1.to(tl.int64), v_t, j1 < Tk, True, F)
     doc_lo, doc_hi = _borders(Docs, j, Tk, F)
     if F.KNOTS > 0:
-        Bounds += b * (2 * ((Tq + F.QM - 1) // F.QM))
+        Bends += b * (2 * F.KP * ((Tq + F.QM - 1) // F.QM))
     # Queries that see the block: rows begin .. end; up to `full` the mask matters; from `far` on distance is constant.
     begin = 0
     end = Tq
@@ -1142,8 +1107,8 @@ def backward_k(
         far = (tl.maximum(reach + n0 + F.BN - 1 - q_off, 0) + F.BM - 1) // F.BM * F.BM
         far = tl.maximum(tl.minimum(far, end), full)
 
-    dk = _zeros(F.BN, F.DP)
-    dv = _zeros(F.BN, F.DP)
+    dk = _blank(F.BN, F.DP, Tk)
+    dv = _blank(F.BN, F.DP, Tk)
     for g in range(GROUP):
         h = hk * GROUP + g
         head = _head(t, h, F)
@@ -1155,48 +1120,21 @@ def backward_k(
         Qh = Q + b * q_b + h * q_h
         DOh = DO + b * do_b + h * do_h
         row = (b * H + h) * Tq
-        key_sum = _zeros(F.BN, 8)
-        rate_sum = _zeros(F.BN, 8)
+        key_sum = _zeros(F.BN, 4)
+        rate_sum = _zeros(F.BN, 4)
         Rows_h = Rows + row * 4
-        if F.KNOTS > 0 and F.CAUSAL and not (F.DOCS or F.WINDOW > 0):
-            m0 = full
-            while m0 < end:
-                stop, below, inside = _run_of_queries(m0, end, q_off + m0 - n0, Bounds, head, F)
-                if inside == 0:
-                    dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0, stop, n0, q_off, klen, b, Tq,
-                        sj, sref, doc_lo, doc_hi, _piece(t, head, below, False, F), t, Bounds, c2, False, PURE,
-                        F)  # fmt: skip
-                elif inside == 1:
-                    dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0, stop, n0, q_off, klen, b, Tq,
-                        sj, sref, doc_lo, doc_hi, _piece(t, head, below, True, F), t, Bounds, c2, False, BENT,
-                        F)  # fmt: skip
-                m0 = stop
-            m0 = begin
-            while m0 < end:
-                stop = full
-                inside = 2
-                if m0 >= full:
-                    stop, below, inside = _run_of_queries(m0, end, q_off + m0 - n0, Bounds, head, F)
-                if inside > 1:
-                    dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                        dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, m0, stop, n0, q_off, klen, b, Tq,
-                        sj, sref, doc_lo, doc_hi, head, t, Bounds, c2, True, ANY, F)  # fmt: skip
-                m0 = stop
-        else:
-            if F.CAUSAL or F.DOCS or F.WINDOW > 0:
-                dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                    dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, begin, full, n0, q_off, klen,
-                    b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bounds, c2, True, ANY, F)  # fmt: skip
-            if not (F.DOCS or F.WINDOW > 0):
-                dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                    dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, full, far, n0, q_off, klen, b,
-                    Tq, sj, sref, doc_lo, doc_hi, head, t, Bounds, c2, False, ANY, F)  # fmt: skip
+        if F.CAUSAL or F.DOCS or F.WINDOW > 0:
+            dk, dv, key_sum, rate_sum = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, begin, full, n0, q_off, klen,
+                b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bends, c2, True, ANY, F)  # fmt: skip
+        if not (F.DOCS or F.WINDOW > 0):
+            dk, dv, key_sum, rate_sum = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, full, far, n0, q_off, klen, b,
+                Tq, sj, sref, doc_lo, doc_hi, head, t, Bends, c2, False, ANY, F)  # fmt: skip
         if F.HAS_FAR and F.CAUSAL:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, far, end, n0, q_off, klen, b, Tq,
-                sj, sref, doc_lo, doc_hi, head, t, Bounds, c2, False, FAR, F)  # fmt: skip
+                sj, sref, doc_lo, doc_hi, head, t, Bends, c2, False, FAR, F)  # fmt: skip
         if F.GRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1
@@ -1294,7 +1232,7 @@ def backward_distance(
     each = tl.cdiv(total, shares)
     begin = share * each
     end = tl.minimum(total, begin + each)
-    bias = _spread(_table(base, t, h, F), False, F)
+    bias = _spread(_table(_distances(base, False, F), t, h), False, F)
     acc = _zeros(F.BM, F.BN)
     Q += h * q_h
     K += (h // GROUP) * k_h

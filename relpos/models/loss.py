@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relpos.models import softmax
+
 IGNORE = -100  # the label of a token that does not count
 CELLS = 1 << 26  # logits held at once: 256 MiB in float32, and a few temporaries of that size
 
@@ -87,13 +89,22 @@ def token_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
     return torch.cat(parts).view(targets.shape)
 
 
-def _chunk(h: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [n], logits [n, V] and their logsumexp [n]."""
+def _chunk(
+    h: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor, *, grad: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Losses [n] of one chunk and, if wanted, the gradient of its logits [n, V], in float32 or in the dtype of h."""
     logits = F.linear(h, weight, bias)
+    if softmax.serves(logits):
+        return softmax.rows(logits, t, IGNORE, grad=grad)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     lse = logits.logsumexp(-1)
-    picked = logits.gather(-1, t.clamp(min=0)[:, None])[:, 0]
-    return torch.where(t == IGNORE, 0.0, lse - picked), logits, lse
+    at = t.clamp(min=0)[:, None]
+    losses = torch.where(t == IGNORE, 0.0, lse - logits.gather(-1, at)[:, 0])
+    if not grad:
+        return losses, None
+    d = logits.sub_(lse[:, None]).exp_()  # softmax - one-hot
+    d.scatter_add_(-1, at, torch.full_like(lse, -1.0)[:, None])
+    return losses, d.masked_fill_((t == IGNORE)[:, None], 0.0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -107,19 +118,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=wide) if grad and bias is not None else None
         for rows in _chunks(hidden, weight):
             h, t = hidden[rows], targets[rows]
-            losses, logits, lse = _chunk(h, weight, bias, t)
+            losses, d = _chunk(h, weight, bias, t, grad=grad)
             total = total + losses.sum()
-            if d_weight is not None:
-                if torch.compiler.is_compiling():  # one pass: a scatter would keep the compiler from fusing it
-                    hit = torch.arange(weight.shape[0], device=t.device) == t[:, None]
-                    d = torch.where(hit, (logits - lse[:, None]).exp() - 1, (logits - lse[:, None]).exp())
-                    d = torch.where((t == IGNORE)[:, None], 0.0, d)
-                else:
-                    d = logits.sub_(lse[:, None]).exp_()  # softmax - one-hot
-                    d.scatter_add_(-1, t.clamp(min=0)[:, None], torch.full_like(lse, -1.0)[:, None])
-                    d.masked_fill_((t == IGNORE)[:, None], 0.0)
+            if d_weight is not None and d is not None:
                 if d_bias is not None:
-                    d_bias = d_bias + d.sum(0)
+                    d_bias = d_bias + d.sum(0, dtype=wide)
                 d = d.to(h.dtype)
                 d_rows.append(d @ weight)
                 d_weight = d_weight + d.T @ h

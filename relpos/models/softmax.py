@@ -1,0 +1,77 @@
+"""The loss of rows of logits and its gradient, softmax minus one-hot, as one Triton kernel: it reads a row twice and
+writes the gradient once. What torch.compile makes of the plain form takes 1.6 times as long (H200, 10,624 rows of
+50,304 in bfloat16: 1.31 ms; this kernel 0.83 ms)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relpos.attention.fused import LOG2E, installed, interpreted
+
+BLOCK = 4096  # logits that a program holds at once
+
+
+@functools.cache
+def _kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def row(X, Target, Loss, D, V, IGNORE: tl.constexpr, GRAD: tl.constexpr, N: tl.constexpr, LOG2E: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64)
+        X += at * V
+        n = tl.arange(0, N)
+        top = tl.full((1,), float("-inf"), tl.float32)
+        total = tl.zeros((N,), tl.float32)
+        for start in range(0, V, N):
+            x = tl.load(X + start + n, mask=start + n < V, other=float("-inf")).to(tl.float32)
+            new = tl.maximum(top, tl.max(x, 0))
+            base = tl.where(new == float("-inf"), 0.0, new)  # nothing but -inf so far
+            total = total * tl.exp2((top - base) * LOG2E) + tl.exp2((x - base) * LOG2E)
+            top = new
+        lse = top + tl.log(tl.sum(total, 0))
+        target = tl.load(Target + at)
+        counts = target != IGNORE
+        hit = tl.load(X + tl.where(counts, target, 0)).to(tl.float32)
+        tl.store(Loss + at + tl.arange(0, 1), tl.where(counts, lse - hit, 0.0))
+        if GRAD:
+            D += at * V
+            for start in range(0, V, N):
+                x = tl.load(X + start + n, mask=start + n < V, other=float("-inf")).to(tl.float32)
+                d = tl.exp2((x - lse) * LOG2E) - tl.where(start + n == target, 1.0, 0.0)
+                tl.store(D + start + n, tl.where(counts, d, 0.0).to(D.dtype.element_ty), mask=start + n < V)
+
+    return row
+
+
+@torch.library.custom_op("relpos::softmax_rows", mutates_args=())
+def _rows(logits: Tensor, targets: Tensor, ignore: int, grad: bool) -> tuple[Tensor, Tensor]:
+    n, V = logits.shape
+    losses = logits.new_empty(n, dtype=torch.float32)
+    d = torch.empty_like(logits if grad else logits[:0])
+    block = min(BLOCK, max(16, 1 << (V - 1).bit_length()))
+    _kernel()[(n,)](logits, targets, losses, d, V, IGNORE=ignore, GRAD=grad, N=block, LOG2E=LOG2E, num_warps=4)
+    return losses, d
+
+
+@_rows.register_fake
+def _(logits: Tensor, targets: Tensor, ignore: int, grad: bool) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(logits.shape[0], dtype=torch.float32), torch.empty_like(logits if grad else logits[:0])
+
+
+def serves(logits: Tensor) -> bool:
+    """Whether the kernel can take such logits here."""
+    return (logits.is_cuda and installed() or interpreted()) and logits.dtype != torch.float64
+
+
+def rows(logits: Tensor, targets: Tensor, ignore: int, *, grad: bool) -> tuple[Tensor, Tensor]:
+    """Cross entropy of logits [n, V], float32 [n], and with `grad` its gradient in their dtype; both zero where the
+    target is `ignore`. Not differentiable."""
+    return _rows(logits.contiguous(), targets.contiguous(), ignore, grad)
+
+
+__all__ = ["rows", "serves"]

@@ -77,11 +77,11 @@ def problem(variant: str, length: int, head_dim: int, tokens: int = TOKENS):
     finally:
         fused._Eager.apply = original
     # What autograd would ask for: the gradient of every operand, where the encoding has parameters.
-    a, b, c, d, e, f = arguments[3:9]
-    given = (a, b, c, d, e, f)
-    if arguments[12] in (fused.PROFILE, fused.POWER):  # knots have none, and without them rho has none
-        given = (a, b if c.numel() else None, None, d, e, f)
-    elif arguments[12] == fused.BANK:
+    a, b, c, d, e = arguments[3:8]
+    given = (a, b, c, d, e)
+    if arguments[11] in (fused.PROFILE, fused.POWER):  # knots have none, and without them rho has none
+        given = (a, b if c.numel() else None, None, d, e)
+    elif arguments[11] == fused.BANK:
         given = (a, b)
     wants = sum(1 << n for n, x in enumerate(given) if x is not None)
     wants = wants if list(encoding.parameters()) else 0

@@ -26,6 +26,7 @@ from relpos.terms import Bank, Distance, Layout, Potential, Profile, Slope, Term
 
 LOG2E = math.log2(math.e)
 PROGRAMS = 1056  # enough to fill a large GPU several times over
+TILES = 16  # of a diagonal that are worth a program
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
 ALL, FIRST, REST = range(3)
 # To the host alone: a profile with knots, a profile of a power.
@@ -108,6 +109,8 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
     "backward_k": ((32, 64, 4, 3, 128), (32, 64, 4, 2, 0)),
     "backward_distance": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     "backward_bank": ((64, 64, 4, 2, 0), (64, 64, 4, 2, 0)),
+    "profile_table": ((64, 64, 4, 1, 0), (64, 64, 4, 1, 0)),
+    "profile_gradient": ((64, 64, 4, 1, 0), (64, 64, 4, 1, 0)),
 }
 
 
@@ -206,22 +209,23 @@ class _Call:
         getattr(kernels, kernel)[grid](*outs, *self.term, *strides, *self.sizes, *scalars, F, **options)
 
 
-# Bits of the operands a .. f in `wants`.
-A, B_, C, D, E, F_ = (1 << n for n in range(6))
+# Bits of the operands a .. e in `wants`.
+A, B_, C, D, E = (1 << n for n in range(5))
 
 
-def _calls(q, k, a, b, c, d, e, f, first, meta, docs, kind, origin, *how) -> list[_Call]:
-    """What to launch: one call, or where the first queries have a table f, one for these and one for the others."""
-    if f is None:
+def _calls(q, k, a, b, c, d, e, first, meta, docs, kind, origin, *how) -> list[_Call]:
+    """What to launch: one call, or with `first` one for the first queries of a profile, to which it is a table by
+    distance, and one for the others."""
+    if first is None:
         return [_Call(ALL, q, k, a, b, c, d, e, first, meta, docs, kind, origin, *how)]
-    return [
-        _Call(FIRST, q, k, f, None, None, None, None, first, meta, docs, DISTANCE, 0, *how),
-        _Call(REST, q, k, a, b, c, d, e, first, meta, docs, kind, origin, *how),
-    ]
+    rest = _Call(REST, q, k, a, b, c, d, e, first, meta, docs, kind, origin, *how)
+    table = d.new_empty(rest.H, rest.Tk)
+    rest.launch("profile_table", (-(-rest.Tk // rest.blocks("profile_table")[0]), rest.H), [table], [], [])
+    return [_Call(FIRST, q, k, table, None, None, None, None, first, meta, docs, DISTANCE, 0, *how), rest]
 
 
-def _forward(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
-    calls = _calls(q, k, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+def _forward(q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
+    calls = _calls(q, k, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     out, lse, low = _results(q, sure)
     for call in calls:
         grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
@@ -235,9 +239,9 @@ def _results(q, sure) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32), low
 
 
-def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset,
+def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset,
               scale, sure, wants, into=None):  # fmt: skip
-    calls = _calls(q, k, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+    calls = _calls(q, k, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     call = calls[-1]
     kind = call.kind
     if do.stride(-1) != 1:
@@ -274,7 +278,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
         )  # fmt: skip
     for part in calls:
         QM, (BM, BN, *_) = part.blocks("backward_q")[0], part.blocks("backward_k")
-        assert QM % BM == 0
+        assert QM % BM == 0 and BN == call.blocks("backward_k")[1]
         part.launch(
             "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
             [q, k, v, do, rows, dk, dv, by_key, by_rate, bends], [q, k, v, do, dk, dv],
@@ -300,21 +304,14 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
     elif kind == PROFILE and wants:
         of_rate = by_rate.sum((0, 2))
         if knots:
-            sums = pieces.sum((0, 2)).mT  # [H, pieces and what lies above each knot, 2]
-            K = c.numel()
-            of_pieces = sums[:, : K + 1].clone()
-            # What lies above a knot belongs to the piece behind it, not to the one before.
-            of_pieces[:, 1:] += sums[:, K + 1 : 2 * K + 1]
-            of_pieces[:, :-1] -= sums[:, K + 1 : 2 * K + 1]
-            flat = of_pieces[..., 1]
-            if wants & F_:
-                flat = torch.cat((flat, _distance_gradient(calls[0], inputs, f)), 1)
-            # Offsets and table sum to zero, as the rows of dS do: the rest is error, in proportion to them.
-            size = flat.abs()
-            flat = flat - size * (flat.sum(1, keepdim=True) / size.sum(1, keepdim=True).clamp(min=1e-30))
-            grads[D], grads[E] = of_pieces[..., 0].contiguous(), flat[:, : K + 1].contiguous()
-            grads[F_] = flat[:, K + 1 :].contiguous()
             grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
+            grads[D], grads[E], more = torch.empty_like(d), torch.empty_like(e), lse.new_empty(2, call.H)
+            table = delta if first is None else _distance_gradient(calls[0], inputs, calls[0].term[2])
+            sums = pieces.sum((0, 2))
+            call.launch("profile_gradient", (call.H, 1), [grads[D], grads[E], more, sums, table], [], [])
+            if first is not None:
+                grads[B_][0, 0].add_(more[0].sum())
+                of_rate = of_rate + more[1]
         else:
             grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
             of_rate = of_rate * d[:, 0] / (1 if call.flags["POWER"] else a.clamp(min=1e-12))
@@ -329,7 +326,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, k
         if wants & B_:
             grads[B_] = _bank_gradient(call, inputs, b)
     # An operator's results may not be one tensor twice, nor one of its inputs.
-    return (dq, dk, dv, *[grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E, F_)])
+    return (dq, dk, dv, *[grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E)])
 
 
 def _diagonals(call: _Call, kernel: str, last: int) -> tuple[int, int, int, int]:
@@ -337,17 +334,18 @@ def _diagonals(call: _Call, kernel: str, last: int) -> tuple[int, int, int, int]
     n = call.blocks(kernel)[0]
     before = 0 if call.flags["CAUSAL"] else -(-call.Tk // n)
     count = -(-last // n) + 1 + before
-    rows = call.B * -(-call.Tq // n) * (call.H if call.kind == BANK else 1)
-    owners = count * (1 if call.kind == BANK else call.H)
-    return n, before, count, max(1, min(rows, -(-PROGRAMS // owners)))
+    tiles = call.B * -(-call.Tq // n) * (call.H if call.kind == BANK else 1)  # of the longest diagonal
+    # Diagonals of a table differ most in length, and many are short: more programs, so that none is the last.
+    most = -(-PROGRAMS // count) if call.kind == BANK else -(-3 * PROGRAMS // (count * call.H))
+    return n, before, count, max(1, min(-(-tiles // TILES), most))
 
 
 def _by_distance(x: Tensor, n: int) -> Tensor:
     """What `_slide` left of each block diagonal, [diagonals, 2 n, ...], as one line of distances that begins n before
     the first diagonal: neighbours overlap by n."""
     line = x.new_zeros(x.shape[0] + 1, n, *x.shape[2:])
-    line[:-1] += x[:, :n]
-    line[1:] += x[:, n:]
+    line[:-1] = x[:, :n]
+    line[1:].add_(x[:, n:])
     return line.flatten(0, 1)
 
 
@@ -366,8 +364,8 @@ def _distance_gradient(call: _Call, inputs: list[Tensor], values: Tensor) -> Ten
     start, stop = max(low, 0), min(high, sums.shape[1])
     if stop > start:
         grad[:, start - low : stop - low] = sums[:, start:stop]
-    if low > 0:
-        grad[:, 0] += sums[:, :low].sum(1)
+    if low > 0 and not call.flags["CAUSAL"]:  # distances below all that the table has
+        grad[:, 0].add_(sums[:, :low].sum(1))
     if far:
         grad[:, -1] = -grad[:, :-1].sum(1)
     return grad
@@ -398,50 +396,50 @@ def _views(q, k, v, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.custom_op("relpos::attend", mutates_args=())
-def _attend(q: _T, k: _O, v: _O, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O, first: _O, meta: _O, docs: _O, kind: int,
+def _attend(q: _T, k: _O, v: _O, a: _O, b: _O, c: _O, d: _O, e: _O, first: _O, meta: _O, docs: _O, kind: int,
             origin: int, causal: bool, window: int, q_offset: int, scale: float, sure: bool, heads: int,
             size: int) -> tuple[_T, _T, _T]:  # fmt: skip
-    return _forward(*_views(q, k, v, heads, size), a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window,
+    return _forward(*_views(q, k, v, heads, size), a, b, c, d, e, first, meta, docs, kind, origin, causal, window,
                     q_offset, scale, sure)  # fmt: skip
 
 
 @_attend.register_fake
-def _(q, k, v, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure, heads, size):
+def _(q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure, heads, size):
     q, *_ = _views(q, k, v, heads, size)
     return _results(q, sure)
 
 
 @torch.library.custom_op("relpos::attend_backward", mutates_args=())
-def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, low: _T, a: _O, b: _O, c: _O, d: _O, e: _O, f: _O,
+def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, low: _T, a: _O, b: _O, c: _O, d: _O, e: _O,
                      first: _O, meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
                      scale: float, sure: bool, heads: int, size: int,
-                     wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
+                     wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
     whole = torch.empty_like(q) if k is None else None
-    grads = _backward(do, *_views(q, k, v, heads, size), out, lse, low, a, b, c, d, e, f, first, meta, docs, kind,
+    grads = _backward(do, *_views(q, k, v, heads, size), out, lse, low, a, b, c, d, e, first, meta, docs, kind,
                       origin, causal, window, q_offset, scale, sure, wants,
                       None if whole is None else _views(whole, None, None, heads, size))  # fmt: skip
     return grads if whole is None else (whole, lse.new_empty(0), lse.new_empty(0), *grads[3:])
 
 
 @_attend_backward.register_fake
-def _(do, q, k, v, out, lse, low, a, b, c, d, e, f, first, meta, docs, kind, origin, causal, window, q_offset, scale,
+def _(do, q, k, v, out, lse, low, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale,
       sure, heads, size, wants):  # fmt: skip
-    terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e, f))]
+    terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e))]
     if k is None:
         return (torch.empty_like(q), lse.new_empty(0), lse.new_empty(0), *terms)
     return (_like(q), _like(k), _like(v), *terms)
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:12])
-    ctx.scalars = inputs[12:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:11])
+    ctx.scalars = inputs[11:]
 
 
 def _gradients(ctx, do, _lse, _low, backward=_attend_backward):
     needs = ctx.needs_input_grad
-    wants = sum(1 << bit for bit in range(6) if needs[3 + bit])
+    wants = sum(1 << bit for bit in range(5) if needs[3 + bit])
     dq, *grads = backward(do, *ctx.saved_tensors, *ctx.scalars, wants)
-    return (dq, *[x if needs[1 + n] else None for n, x in enumerate(grads)], *[None] * (len(needs) - 9))
+    return (dq, *[x if needs[1 + n] else None for n, x in enumerate(grads)], *[None] * (len(needs) - 8))
 
 
 _attend.register_autograd(_gradients, setup_context=_save)
@@ -460,28 +458,11 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, _lse, _low):
-        return (None,) * 19 if do is None else _gradients(ctx, do, None, None, _backward)
+        return (None,) * 18 if do is None else _gradients(ctx, do, None, None, _backward)
 
 
 def _flat(x: Tensor) -> Tensor:
     return x.float().contiguous()
-
-
-BLOCK = 128  # a multiple of every block of queries
-
-
-def _table_of(term: Profile, layout: Layout) -> list[Tensor]:
-    """A profile's values by distance for the rho of the first query, [H, Tk], and for how many of the first queries of
-    each row it holds, [1 or B]: all, or a multiple of every block."""
-    rho = term.rho[:1, :1]
-    u = term.psi(torch.arange(layout.Tk, device=rho.device)) * rho  # [1 or H, Tk]
-    piece = torch.bucketize(u.detach(), term.knots)
-    chosen = piece[..., None] == torch.arange(term.knots.numel() + 1, device=rho.device)
-    # A product, whose gradient is one too: sums without atomics. In float64, as float32 ones may be rounded to 10 bits.
-    picked = (chosen.double() @ torch.stack((term.offset, term.slope), -1).double()).float()  # [H, Tk, 2]
-    first = (term.rho == rho).int().cumprod(-1).sum(-1)
-    first = torch.where(first == layout.Tq, layout.Tq, first // BLOCK * BLOCK)
-    return [_flat(picked[..., 0] + picked[..., 1] * u), first.int()]
 
 
 BANK_BEFORE = 128  # as in kernels.py
@@ -501,11 +482,12 @@ def _for_products(term: Bank, dtype: torch.dtype) -> list[Tensor]:
 def _operands(
     terms: list[Term], layout: Layout, scale: float, dtype: torch.dtype
 ) -> tuple[list[Tensor | None], int, int]:
-    """The kernels' operands a .. f, for how many queries f holds, the kind and the origin."""
+    """The kernels' operands a .. e; how many of the first queries of each row of a profile have the rho of the very
+    first, [1 or B]; the kind; the origin."""
     term = terms[0] if terms else None
     given: list[Tensor] = []
     kind = origin = 0
-    more: list[Tensor] = []
+    first = None
     if isinstance(term, Slope):
         kind, given = SLOPE, [term.slopes]
     elif isinstance(term, Potential):
@@ -519,7 +501,7 @@ def _operands(
             rho = rho[:, :1]  # one for all queries: the kernels need not fetch it for each
         kind, given = POWER if term.power else PROFILE, [term.rate, rho, term.knots, term.slope, term.offset]
         if term.knots.numel() and layout.causal and layout.cu_seqlens is None and not layout.window:
-            more = _table_of(term, layout)
+            first = (rho == rho[:1, :1]).int().cumprod(-1).sum(-1, dtype=torch.int32)
     elif isinstance(term, Distance):
         kind, given, origin = DISTANCE, [term.values], term.origin
     elif isinstance(term, Bank):
@@ -527,7 +509,7 @@ def _operands(
     filled: list[Tensor | None] = [*map(_flat, given), *[None] * (5 - len(given))]
     if isinstance(term, Bank):
         filled = [term.query.float(), term.bank.float(), *_for_products(term, dtype), None]
-    return [*filled, *(more or (None, None))], kind, origin
+    return [*filled, first], kind, origin
 
 
 def _sorted_by(mask: Tensor) -> tuple[Tensor, Tensor]:

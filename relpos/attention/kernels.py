@@ -49,6 +49,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
 BANK_BEFORE = tl.constexpr(128)  # zeros, at least as many as a tile has distances below zero
+BLOCK = tl.constexpr(128)  # a multiple of every block of queries
 BITS = tl.constexpr(15)  # that hold the number of knots
 MANY = tl.constexpr(1 << 15)
 # Of tiles: any; beyond the reach of a table or bank.
@@ -96,7 +97,7 @@ class Term(NamedTuple):
     c: Any
     d: Any
     e: Any
-    first: Any  # [1 or B]
+    first: Any  # [1 or B]: how many of the first queries have the rho of the very first
     q_b: Any  # batch strides: what belongs to queries, keys, gates, `first`; 0 where the batch shares it
     k_b: Any
     g_b: Any
@@ -319,9 +320,10 @@ def _table(d, t, h):
 
 
 @triton.jit
-def _first_rows(t, b):
-    """How many queries of a batch entry come FIRST."""
-    return tl.load(t.first + b * t.first_b)
+def _first_rows(t, b, Tq):
+    """How many queries of a batch entry come FIRST: all, or a multiple of every block."""
+    alike = tl.load(t.first + b * t.first_b)
+    return tl.where(alike == Tq, Tq, alike // BLOCK * BLOCK)
 
 
 @triton.jit
@@ -690,7 +692,7 @@ def forward(
     h = (tl.program_id(1) % H).to(tl.int64)
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     if F.ROWS != ALL:
-        if (m0 < _first_rows(t, b)) != (F.ROWS == FIRST):
+        if (m0 < _first_rows(t, b, Tq)) != (F.ROWS == FIRST):
             return
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     mcol = q_off + m0
@@ -899,7 +901,7 @@ def backward_q(
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     pieces_at = PieceSums + ((b * H + h) * tl.num_programs(0) + m0 // F.BM) * (2 * F.PP) + tl.arange(0, F.PP)
     if F.ROWS != ALL:
-        if (m0 < _first_rows(t, b)) != (F.ROWS == FIRST):
+        if (m0 < _first_rows(t, b, Tq)) != (F.ROWS == FIRST):
             if F.KNOTS > 0 and F.GRAD:  # what the host sums
                 r = m0 + tl.arange(0, F.BM)
                 at = (b * H + h) * Tq + r
@@ -1089,11 +1091,16 @@ def backward_k(
             begin = tl.maximum(begin, n0 - F.WINDOW + 1 - q_off)
     if n0 >= klen:
         end = 0
+    seen = begin  # by the FIRST queries too?
     begin = begin // F.BM * F.BM
     if F.ROWS == FIRST:
-        end = tl.minimum(end, _first_rows(t, b))
+        first = _first_rows(t, b, Tq)
+        if (seen >= first) & (seen < end):  # the REST alone sees these keys
+            return
+        end = tl.minimum(end, first)
     if F.ROWS == REST:
-        begin = tl.maximum(begin, _first_rows(t, b))
+        first = _first_rows(t, b, Tq)
+        begin = tl.maximum(begin, first)
         if begin >= end:
             return
     full = begin
@@ -1148,9 +1155,10 @@ def backward_k(
     DV += b * dv_b + hk * dv_h
     dk = tl.where(j < klen, dk * scale, 0.0)
     dv = tl.where(j < klen, dv, 0.0)
-    if F.ROWS == REST:  # on top of what the FIRST queries gave
-        dk += _features(DK, j1.to(tl.int64), dk_t, j1 < Tk, True, F).to(tl.float32)
-        dv += _features(DV, j1.to(tl.int64), dv_t, j1 < Tk, True, F).to(tl.float32)
+    if F.ROWS == REST:
+        if seen < _first_rows(t, b, Tq):  # on top of what they gave
+            dk += _features(DK, j1.to(tl.int64), dk_t, j1 < Tk, True, F).to(tl.float32)
+            dv += _features(DV, j1.to(tl.int64), dv_t, j1 < Tk, True, F).to(tl.float32)
     _put(DK, j1, dk_t, j1 < Tk, dk, F)
     _put(DV, j1, dv_t, j1 < Tk, dv, F)
 
@@ -1204,7 +1212,7 @@ def _distance_tiles(
             lo, hi = _borders(Docs, (off + r)[:, None], Tk, F)
             ok = _visible((a + base)[:, None], a[None, :], klen - n0, j[None, :], lo, hi, F) & ok_k[None, :]
             if F.ROWS == FIRST:
-                ok = ok & (r[:, None] < _first_rows(t, b))
+                ok = ok & (r[:, None] < _first_rows(t, b, Tq))
             w = tl.where(ok, w, 0.0)
         acc += w * (dp - delta[:, None])
     return acc
@@ -1226,7 +1234,7 @@ def backward_distance(
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     queries = Tq
     if F.ROWS == FIRST and not F.META:
-        queries = tl.minimum(_first_rows(t, 0), Tq)
+        queries = tl.minimum(_first_rows(t, 0, Tq), Tq)
     block, blocks = _blocks_on(base, q_off, queries, Tk, F)
     total = B * blocks
     each = tl.cdiv(total, shares)
@@ -1250,6 +1258,77 @@ def backward_distance(
                           H, Tq, Tk, q_off, c2, base, block, blocks, whole, end, t, True, F)  # fmt: skip
     program = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     tl.store(Out + program * F.SPAN + tl.arange(0, F.SPAN), tl.sum(_slide(acc, False, F), 0))
+
+
+@triton.jit
+def _on_pieces(d, rho, head, t, F: tl.constexpr):
+    """Of the distances d: psi, the piece, its slope and its offset."""
+    psi = _psi(d, head.rate, F)
+    piece = tl.sum((head.knots[None, :] < (psi * rho)[:, None]).to(tl.int32), 1)
+    at = head.h * (F.KNOTS + 1) + piece
+    return psi, piece, tl.load(t.d + at), tl.load(t.e + at)
+
+
+@triton.jit
+def profile_table(
+    Out, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H, GROUP, Tq, Tk, q_off, c2,
+    F: tl.constexpr,
+):  # fmt: skip
+    """A profile's values by distance for the rho of the very first query, [H, Tk]."""
+    h = tl.program_id(1).to(tl.int64)
+    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
+    d = tl.program_id(0) * F.BM + tl.arange(0, F.BM)
+    rho = tl.load(TB)
+    psi, piece, slope, offset = _on_pieces(d, rho, _head(t, h, F), t, F)
+    tl.store(Out + h * Tk + d, offset + slope * (psi * rho), mask=d < Tk)
+
+
+@triton.jit
+def profile_gradient(
+    DSlope, DOffset, DMore, Sums, Table, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H,
+    GROUP, Tq, Tk, q_off, c2, F: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the slopes and offsets of a profile's pieces, [H, K + 1], from the `Sums` [H, 2, PP] that backward_q
+    left and, where there are FIRST queries, the gradient of their table [H, Tk]; of the latter also those of rho and
+    the rate, `DMore` [2, H]."""
+    h = tl.program_id(0).to(tl.int64)
+    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
+    n = tl.arange(0, F.PP)
+    ok = n <= F.KNOTS
+    Sums += h * (2 * F.PP)
+    # What lies above a knot belongs to the piece behind it, not to the one before.
+    behind = Sums + F.KNOTS + n
+    ahead = Sums + F.KNOTS + 1 + n
+    slopes = tl.load(Sums + n, mask=ok, other=0.0)
+    slopes += tl.load(behind, mask=ok & (n > 0), other=0.0) - tl.load(ahead, mask=n < F.KNOTS, other=0.0)
+    offsets = tl.load(Sums + F.PP + n, mask=ok, other=0.0)
+    offsets += tl.load(behind + F.PP, mask=ok & (n > 0), other=0.0) - tl.load(ahead + F.PP, mask=n < F.KNOTS, other=0.0)
+    if F.ROWS == REST:
+        head = _head(t, h, F)
+        rho = tl.load(TB)
+        of_rho = 0.0
+        of_rate = 0.0
+        end = Tk
+        if not F.META:  # farther than this no FIRST query sees
+            end = tl.minimum(Tk, q_off + _first_rows(t, 0, Tq))
+        for start in range(0, end, F.BM):
+            d = start + tl.arange(0, F.BM)
+            psi, piece, slope, offset = _on_pieces(d, rho, head, t, F)
+            g = tl.load(Table + h * Tk + d, mask=d < Tk, other=0.0)
+            mine = piece[:, None] == n[None, :]
+            slopes += tl.sum(tl.where(mine, (g * psi * rho)[:, None], 0.0), 0)
+            offsets += tl.sum(tl.where(mine, g[:, None], 0.0), 0)
+            f = d.to(tl.float32)
+            of_rho += tl.sum(g * slope * psi, 0)
+            of_rate += tl.sum(g * slope * (rho * f / (head.rate * f + 1.0)), 0)
+        tl.store(DMore + h, of_rho)
+        tl.store(DMore + H + h, of_rate)
+    # Those of the offsets sum to zero, as the rows of dS do: the rest is error, in proportion to them.
+    size = tl.abs(offsets)
+    offsets -= size * (tl.sum(offsets, 0) / tl.maximum(tl.sum(size, 0), 1e-30))
+    at = h * (F.KNOTS + 1) + n
+    tl.store(DSlope + at, slopes, mask=ok)
+    tl.store(DOffset + at, offsets, mask=ok)
 
 
 @triton.jit

@@ -52,9 +52,9 @@ class Fire(Encoding):
         """Knots [K] and per head the slope and offset of f between them, [H, K + 1]."""
         w, b = wide(self.inner.weight)[:, 0], wide(self.inner.bias)
         with torch.no_grad():
-            turn = torch.where(w == 0, 0.0, -b / torch.where(w == 0, 1.0, w))
-            # Only far out of reach (u is near [0, 1]) may a knot be moved: f must be continuous at every other.
-            knots = turn.clamp(-1e4, 1e4).sort().values
+            # Only far out of reach (u is near [0, 1]) may a knot be moved: f must be continuous at every other. Where
+            # w is 0 there is none, and it may be put anywhere.
+            knots = (-b / w).nan_to_num(0.0).clamp(-1e4, 1e4).sort().values
             edges = torch.cat((knots[:1] - 1, knots, knots[-1:] + 1))
             middle = (edges[1:] + edges[:-1]) / 2
             active = (middle[:, None] * w + b > 0).to(w.dtype)  # [K + 1, width]

@@ -22,8 +22,8 @@ CELLS = 1 << 26  # logits held at once: 256 MiB in float32, and a few temporarie
 
 
 def cells_for(memory: int) -> int:
-    """CELLS for a GPU with so many bytes: at most 1/128 of their number, a power of two; logits and their gradient take
-    four bytes each in 16 bits. A compiled step unrolls the chunks, so fewer of them compile faster, and each passes
+    """CELLS for a GPU with so many bytes: at most 1/128 of their number, a power of two; a logit and its gradient take
+    four bytes in 16 bits. A compiled step unrolls the chunks, so fewer of them compile faster, and each passes
     once over the gradient of the output matrix."""
     return max(1 << 26, 1 << (memory // 128).bit_length() - 1)
 

@@ -65,7 +65,7 @@ class Potential:
 @dataclass(frozen=True)
 class Profile:
     rate: Tensor  # [1 or H], >= 0
-    rho: Tensor  # [1 or B, Tq], > 0
+    rho: Tensor  # [1 or B, Tq], > 0; at the beginning of a row one value stands for one quantity, with one gradient
     knots: Tensor  # [K], K >= 0, ascending, without gradient: the function is continuous there
     slope: Tensor  # [H, K + 1]; on piece r, between knots r-1 and r, the value is offset[h, r] + slope[h, r] * u
     offset: Tensor  # [H, K + 1]

@@ -148,7 +148,7 @@ def test_window(spec):
 
 @pytest.mark.parametrize("spec", KINDS)
 def test_whole_blocks(spec):
-    """Loads go without masks, and a profile has runs of tiles on one piece, with one rho and with many."""
+    """Loads go without masks, and a profile has tiles on one piece, with one rho and with many."""
     compare(spec, HALF, T=128, B=1, heads=2, key_heads=1)
 
 
@@ -240,6 +240,31 @@ def test_where_the_knots_of_fire_lie():
         for name, truth in exact.items():
             error, allowed = ((x[name].double() - truth).norm().item() for x in (ours, eager))
             assert error <= 2 * allowed + 1e-5 * truth.norm().item() + 1e-7, (place, rate, name, error, allowed)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_knots_with_a_rate_for_each_head(causal):
+    """No encoding here has both, but a term may."""
+    T, H, K = 70, 3, 5
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).double()  # noqa: E731
+    q, k, v, do = (draw(2, H, T, 16) for _ in range(4))
+    knots, slope = draw(K).abs().sort().values, draw(H, K + 1)
+    jumps = torch.cat((torch.zeros(H, 1), ((slope[:, :-1] - slope[:, 1:]) * knots).cumsum(1)), 1)
+    given = [torch.tensor([0.01, 0.3, 1.5]), draw(2, T).abs() + 0.5, slope, draw(H, 1) + jumps]
+
+    def gradients(impl: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(DEVICE, dtype).requires_grad_() for x in (q, k, v, *given)]
+        rate, rho, slope, offset = leaves[3:]
+        layout = relpos.terms.Layout(Tq=T, Tk=T, causal=causal, device=leaves[0].device)
+        term = relpos.terms.Profile(rate, rho, knots.to(DEVICE, dtype), slope, offset)
+        out = attend_terms(*leaves[:3], [term], layout, impl=impl)
+        return [out, *torch.autograd.grad(out, leaves, do.to(DEVICE, dtype))]
+
+    for n, (ours, exact) in enumerate(
+        zip(gradients("fused", torch.float32), gradients("reference", torch.float64), strict=True)
+    ):
+        assert (ours.double() - exact).norm() <= 2e-5 * exact.norm() + 1e-5, n
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

@@ -97,6 +97,9 @@ def test_the_kernel_gives_losses_and_gradients_of_rows(dtype: torch.dtype) -> No
         torch.testing.assert_close(d.double(), slope, rtol=max(rounding, 1e-5), atol=max(rounding / 1000, 1e-7))
         only, nothing = softmax.rows(logits, targets, IGNORE, grad=False)
         assert torch.equal(only, losses) and not nothing.numel()
+    for unknown in (1, -1):  # of a vocabulary of one
+        losses, d = softmax.rows(logits, torch.full_like(targets, unknown), IGNORE, grad=True)
+        assert losses.isnan().all() and d.isnan().all()
 
 
 def test_no_more_than_a_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:

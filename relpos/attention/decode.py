@@ -119,15 +119,16 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], scale: floa
     part = q.new_empty(B * Hkv * stretches, ROWS, DP, dtype=torch.float32)
     top, total = (q.new_empty(B * Hkv * stretches, ROWS, dtype=torch.float32) for _ in range(2))
     out = q.new_empty(B, Tq, H, D).transpose(1, 2)
-    partial[(stretches, B * Hkv)](
-        q, k, v, q if bias is None else bias, part, top, total, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, group, Tq, Tk, scale / math.log(2), stretch,
-        D=D, DP=DP, ROWS=ROWS, BN=64, PREC="ieee" if q.dtype == torch.float32 else "tf32",
-        BIASED=bias is not None, LOG2E=math.log2(math.e), num_warps=4, num_stages=3,
-    )  # fmt: skip
-    combine[(B * Hkv,)](
-        part, top, total, out, *out.stride()[:3], H, group, Tq, stretches, D=D, DP=DP, ROWS=ROWS, num_warps=4
-    )
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        partial[(stretches, B * Hkv)](
+            q, k, v, q if bias is None else bias, part, top, total, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, group, Tq, Tk, scale / math.log(2), stretch,
+            D=D, DP=DP, ROWS=ROWS, BN=64, PREC="ieee" if q.dtype == torch.float32 else "tf32",
+            BIASED=bias is not None, LOG2E=math.log2(math.e), num_warps=4, num_stages=3,
+        )  # fmt: skip
+        combine[(B * Hkv,)](
+            part, top, total, out, *out.stride()[:3], H, group, Tq, stretches, D=D, DP=DP, ROWS=ROWS, num_warps=4
+        )
     return out
 
 

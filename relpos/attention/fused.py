@@ -206,7 +206,8 @@ class _Call:
         kernels = _kernels()
         F = kernels.Flags(**self.flags, **flags, BM=BM, BN=BN, SPAN=_power(BM + BN))
         strides = [s for x in strided for s in x.stride()[:3]]
-        getattr(kernels, kernel)[grid](*outs, *self.term, *strides, *self.sizes, *scalars, F, **options)
+        with torch.cuda.device_of(self.q):  # Triton launches on the current device
+            getattr(kernels, kernel)[grid](*outs, *self.term, *strides, *self.sizes, *scalars, F, **options)
 
 
 # Bits of the operands a .. e in `wants`.
@@ -266,7 +267,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, first, meta, docs, kind
     by_key = maybe(at_keys, call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tq if knots else call.Tk)
     blocks = -(-call.Tq // call.blocks("backward_q")[0])
-    bends = lse.new_empty(call.B, blocks, 2, call.flags["KP"]) if knots else delta
+    bends = lse.new_empty(call.B, a.numel(), blocks, 2, call.flags["KP"]) if knots else delta
     pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
     for part in calls:
         QM = part.blocks("backward_q")[0]

@@ -50,7 +50,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
 BANK_BEFORE = tl.constexpr(128)  # zeros, at least as many as a tile has distances below zero
 BLOCK = tl.constexpr(128)  # a multiple of every block of queries
-BITS = tl.constexpr(15)  # that hold the number of knots
+BITS = tl.constexpr(15)  # that hold the number of knots: there must be fewer
 MANY = tl.constexpr(1 << 15)
 # Of tiles: any; beyond the reach of a table or bank.
 ANY, FAR = (tl.constexpr(n) for n in range(2))
@@ -354,6 +354,12 @@ def _bends(rho, head):
 
 
 @triton.jit
+def _bends_of(Bends, b, h, H, blocks, t, F: tl.constexpr):
+    """Where those of a head begin: all share them unless each has a rate of its own."""
+    return Bends + (b * (1 + (H - 1) * t.size) + h * t.size) * (blocks * 2 * F.KP)
+
+
+@triton.jit
 def _knots_in(base, q, LEAST: tl.constexpr, F: tl.constexpr):
     """How many knots lie below a tile, at distances from LEAST, and in the higher BITS how many inside."""
     least = base - (F.BN - 1)
@@ -410,8 +416,11 @@ def _add_profile(s, psi, count, q, head, t, ZERO: tl.constexpr, F: tl.constexpr)
         s += slope * u
         for k in range(below, below + inside):
             knot, jump = _knot(t, head, k, F)
-            s += jump * tl.maximum(u, knot)
-            far -= jump * knot
+            if F.EXACT:
+                s += jump * tl.maximum(u - knot, 0.0)
+            else:  # one operation less, and less exact
+                s += jump * tl.maximum(u, knot)
+                far -= jump * knot
     if ZERO:
         at_zero, offset = _piece(t, head, _at_zero(head), F)
         s = tl.where(psi == 0.0, plain + (offset - far), s)
@@ -894,7 +903,7 @@ def backward_q(
     potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots: ByRate
     [B, H, Tq], of which the host takes the sum; `PieceSums` [B, H, blocks, 2, PP]: sums of dS * u and of dS
     over the tiles that begin on each piece, then over what lies above each knot; and for backward_k `Bends`
-    [B, blocks, 2, KP]."""
+    [B, 1 or H, blocks, 2, KP]."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
@@ -926,8 +935,8 @@ def backward_q(
     info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
     if F.KNOTS > 0:
-        if h == 0:
-            at = Bends + (b * tl.num_programs(0) + m0 // F.BM) * (2 * F.KP) + tl.arange(0, F.KP)
+        if (h == 0) | (t_size > 0):
+            at = _bends_of(Bends, b, h, H, tl.num_programs(0), t, F) + m0 // F.BM * (2 * F.KP) + tl.arange(0, F.KP)
             tl.store(at, info.near)
             tl.store(at + F.KP, info.far)
     if F.CANCEL and (F.KIND == SLOPE or F.KIND == POTENTIAL):
@@ -1075,8 +1084,6 @@ def backward_k(
     k = _features(K + b * k_b + hk * k_h, j1.to(tl.int64), k_t, j1 < Tk, True, F)
     v = _features(V + b * v_b + hk * v_h, j1.to(tl.int64), v_t, j1 < Tk, True, F)
     doc_lo, doc_hi = _borders(Docs, j, Tk, F)
-    if F.KNOTS > 0:
-        Bends += b * (2 * F.KP * ((Tq + F.QM - 1) // F.QM))
     # Queries that see the block: rows begin .. end; up to `full` the mask matters; from `far` on distance is constant.
     begin = 0
     end = Tq
@@ -1130,18 +1137,21 @@ def backward_k(
         key_sum = _zeros(F.BN, 4)
         rate_sum = _zeros(F.BN, 4)
         Rows_h = Rows + row * 4
+        Bends_h = Bends
+        if F.KNOTS > 0:
+            Bends_h = _bends_of(Bends, b, h, H, tl.cdiv(Tq, F.QM), t, F)
         if F.CAUSAL or F.DOCS or F.WINDOW > 0:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, begin, full, n0, q_off, klen,
-                b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bends, c2, True, ANY, F)  # fmt: skip
+                b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bends_h, c2, True, ANY, F)  # fmt: skip
         if not (F.DOCS or F.WINDOW > 0):
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, full, far, n0, q_off, klen, b,
-                Tq, sj, sref, doc_lo, doc_hi, head, t, Bends, c2, False, ANY, F)  # fmt: skip
+                Tq, sj, sref, doc_lo, doc_hi, head, t, Bends_h, c2, False, ANY, F)  # fmt: skip
         if F.HAS_FAR and F.CAUSAL:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, far, end, n0, q_off, klen, b, Tq,
-                sj, sref, doc_lo, doc_hi, head, t, Bends, c2, False, FAR, F)  # fmt: skip
+                sj, sref, doc_lo, doc_hi, head, t, Bends_h, c2, False, FAR, F)  # fmt: skip
         if F.GRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1

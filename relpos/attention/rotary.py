@@ -63,10 +63,12 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) ->
     R = cos.shape[-1]
     y = x.new_empty(B, T, H, D).transpose(1, 2)
     block = 32
-    _kernel()[(-(-T // block), H, B)](
-        x, y, cos, sin, *x.stride()[:3], *y.stride()[:3], 0 if cos.shape[0] == 1 else T * R, T, -1.0 if back else 1.0,
-        D=D, R=R, RP=max(2, 1 << (R - 1).bit_length()), BT=block, HALF=not interleaved, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _kernel()[(-(-T // block), H, B)](
+            x, y, cos, sin, *x.stride()[:3], *y.stride()[:3], 0 if cos.shape[0] == 1 else T * R, T,
+            -1.0 if back else 1.0, D=D, R=R, RP=max(2, 1 << (R - 1).bit_length()), BT=block,
+            HALF=not interleaved, num_warps=4,
+        )  # fmt: skip
     return y
 
 

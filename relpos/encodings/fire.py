@@ -56,17 +56,16 @@ class Fire(Encoding):
             # w is 0 there is none, and it may be put anywhere.
             knots = (-b / w).nan_to_num(0.0).clamp(-1e4, 1e4).sort().values
             edges = torch.cat((knots[:1] - 1, knots, knots[-1:] + 1))
-            middle = (edges[1:] + edges[:-1]) / 2
+            middle = edges[1:].lerp(edges[:-1], 0.5)
             active = (middle[:, None] * w + b > 0).to(w.dtype)  # [K + 1, width]
         out = wide(self.outer.weight)
-        with full_precision(out):
-            slope = out @ (active * w).T
-            offset = out @ (active * b).T + wide(self.outer.bias)[:, None]
-        return knots, slope, offset
+        with full_precision(out):  # one product for both
+            slope, offset = (out @ (active * torch.stack((w, b))[:, None]).flatten(0, 1).T).chunk(2, 1)
+        return knots, slope, offset + wide(self.outer.bias)[:, None]
 
     def terms(self, ctx: Context) -> list[Term]:
         rate = wide(self.c).abs()
         limit = (wide(self.multiplier) * self.length).abs()
         positions = ctx.layout.q_positions().to(rate.dtype)
-        rho = 1 / (torch.log1p(rate * torch.maximum(limit, positions)) + EPS)
+        rho = (torch.log1p(rate * torch.maximum(limit, positions)) + EPS).reciprocal()
         return [Profile(rate, rho, *self.pieces())]

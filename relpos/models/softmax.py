@@ -36,7 +36,9 @@ def _kernel() -> Any:
         lse = top + tl.log(tl.sum(total, 0))
         target = tl.load(Target + at)
         counts = target != IGNORE
-        hit = tl.load(X + tl.where(counts, target, 0)).to(tl.float32)
+        known = (target >= 0) & (target < V)
+        lse = tl.where(known | (target == IGNORE), lse, float("nan"))  # no such word: nobody may learn from it
+        hit = tl.load(X + tl.where(known, target, 0)).to(tl.float32)
         tl.store(Loss + at + tl.arange(0, 1), tl.where(counts, lse - hit, 0.0))
         if GRAD:
             D += at * V
@@ -54,7 +56,8 @@ def _rows(logits: Tensor, targets: Tensor, ignore: int, grad: bool) -> tuple[Ten
     losses = logits.new_empty(n, dtype=torch.float32)
     d = torch.empty_like(logits if grad else logits[:0])
     block = min(BLOCK, max(16, 1 << (V - 1).bit_length()))
-    _kernel()[(n,)](logits, targets, losses, d, V, IGNORE=ignore, GRAD=grad, N=block, LOG2E=LOG2E, num_warps=4)
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        _kernel()[(n,)](logits, targets, losses, d, V, IGNORE=ignore, GRAD=grad, N=block, LOG2E=LOG2E, num_warps=4)
     return losses, d
 
 
@@ -70,7 +73,7 @@ def serves(logits: Tensor) -> bool:
 
 def rows(logits: Tensor, targets: Tensor, ignore: int, *, grad: bool) -> tuple[Tensor, Tensor]:
     """Cross entropy of logits [n, V], float32 [n], and with `grad` its gradient in their dtype; both zero where the
-    target is `ignore`. Not differentiable."""
+    target is `ignore`, and NaN where there is no such target. Not differentiable."""
     return _rows(logits.contiguous(), targets.contiguous(), ignore, grad)
 
 

@@ -251,16 +251,21 @@ def decoding(result: dict) -> None:
             print(f"decode {batch:3} x {cached:6}, us: {found}", flush=True)
 
 
-def compile_one(job: tuple[str, int]) -> None:
-    """Fill Triton's cache on disk for one encoding, so that the kernels of all of them compile side by side."""
-    spec, head_dim = job
-    given = [x[:1] for x in inputs(1024, 768 // head_dim, head_dim)]
+def compile_one(job: tuple[str, int, int]) -> None:
+    """Fill the compilers' caches on disk for one encoding, or one peer that is compiled, so that all compile side by
+    side. Our kernels are the same for every length and batch."""
+    name, length, head_dim = job
+    peer = name in PEERS
+    given = [x if peer else x[:1] for x in inputs(length, 768 // head_dim, head_dim)]
     try:
-        call, leaves = ours(spec)(*given)
+        call, leaves = (PEERS[name] if peer else ours(name))(*given)
+        if peer:
+            with torch.no_grad():
+                call()
         torch.autograd.grad(call(), [*given[:3], *[x for x in leaves if x.requires_grad]], given[3])
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001 - the measurement reports it
-        print(spec, type(error).__name__, str(error)[:200], flush=True)
+        print(name, type(error).__name__, str(error)[:200], flush=True)
 
 
 def ceilings() -> dict:
@@ -288,8 +293,11 @@ def main() -> None:
     parser.add_argument("--out")
     options = parser.parse_args()
     only = [name for name in options.only.split(";") if name]
+    lengths, head_dims = ([int(n) for n in x.split(",")] for x in (options.lengths, options.head_dims))
+    jobs = [(name, n, 64) for name in LONGEST if "Flex" in name for n in lengths if 1024 <= n <= LONGEST[name]]
+    jobs += [(spec, 1024, d) for d in head_dims for spec in OURS]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
-        pool.map(compile_one, [(spec, int(d)) for d in options.head_dims.split(",") for spec in OURS], chunksize=1)
+        pool.map(compile_one, jobs, chunksize=1)
     global FLUSH
     FLUSH = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")  # larger than the L2
     top = ceilings()
@@ -310,9 +318,9 @@ def main() -> None:
         "decode": [],
     }
     decoding(result)
-    for head_dim in map(int, options.head_dims.split(",")):
+    for head_dim in head_dims:
         heads = 768 // head_dim
-        for length in map(int, options.lengths.split(",")):
+        for length in lengths:
             if head_dim != 64 and length not in (1024, 4096):
                 continue
             table = {**PEERS, **{f"relpos {spec}": ours(spec) for spec in OURS}}

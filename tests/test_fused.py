@@ -333,7 +333,7 @@ def test_compiles_whole(spec):
 def test_the_operator_is_well_formed():
     q, k, v = (torch.randn(1, 2, 9, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     slopes = torch.rand(2, device=DEVICE, requires_grad=True)
-    arguments = (q, k, v, slopes, *[None] * 8, fused.SLOPE, 0, True, 0, 0, 0.25, False)
+    arguments = (q, k, v, slopes, *[None] * 7, fused.SLOPE, 0, True, 0, 0, 0.25, False)
     packed = torch.randn(1, 9, 4 * 16, device=DEVICE, requires_grad=True)  # two heads of q, one of k, one of v
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(fused._attend, (*arguments, 0, 0), test_utils=checks)

@@ -13,7 +13,7 @@ One process per model and length. They compile side by side, `--processes` at a 
 the sake of the GPU's memory, and wait with what they compiled. When all of one length are ready they are told, one
 after the other, to time themselves: nothing else runs then, on the GPU or the CPU. Beside a `relpos study`, `--lock
 OUT/.work/turn.lock` times between two of its models. Rows of an `--out` that is there already stay unless they are
-measured again.
+measured again, and what they say of `relpos train` unless that is.
 """
 
 from __future__ import annotations
@@ -193,6 +193,7 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
             row["kernels"] = longest(step, job.kernels)
     if "train_tokens_per_s" in row:
         row["train_ratio"] = row["train_tokens_per_s"] / row["tokens_per_s"]
+        row["train_mean_ratio"] = row["train_mean_tokens_per_s"] / row["tokens_per_s"]
     if counters["stats"]["unique_graphs"] != graphs[0]:
         row["note"] = "something was compiled again while it was timed"
     return row
@@ -401,6 +402,10 @@ def main() -> None:
     def report(row: dict[str, Any]) -> None:
         row["commit"] = git["commit"] and git["commit"] + (" with changes" if git["changed"] else "")
         print(json.dumps(row), flush=True)
+        if "train_ratio" in row:
+            row["train_commit"] = row["commit"]
+        else:  # an earlier run may have timed the training
+            row |= {k: v for k, v in rows.get((row["length"], row["encoding"]), {}).items() if k.startswith("train_")}
         rows[row["length"], row["encoding"]] = row
         if out is not None:  # after every row: a run that is stopped keeps what it measured
             out.parent.mkdir(parents=True, exist_ok=True)

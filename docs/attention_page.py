@@ -321,8 +321,7 @@ def training(folder: Path) -> str:
         rows.append([*row, met(slow, 1.0)])
     notes = [f"- {note}: {names}" for note, names in _notes(f["rows"]).items()]
     head = ["", *[f"{n:,}" for n in lengths], *[f"GiB, {n:,}" for n in lengths], "met"]
-    commits = sorted({row["commit"][:7] for row in f["rows"] if row.get("commit")})
-    made = f", the code of {'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}" if commits else ""
+    made = made_by([row.get("commit") for row in f["rows"]])
     return (
         f"### A training step\n\n`benchmarks/training_step.py` on one {f['machine']}, PyTorch "
         f"{f['versions']['torch']}{made}: {f['what']}. Tokens per second (of nanoGPT's) by length, and peak memory. "
@@ -335,6 +334,11 @@ def training(folder: Path) -> str:
     )
 
 
+def made_by(commits: list[str | None]) -> str:
+    names = sorted({name[:7] for name in commits if name})
+    return f", the code of {'commit' if len(names) == 1 else 'commits'} {', '.join(names)}" if names else ""
+
+
 def through_train(found: list[Row]) -> str:
     """The same through the command; nothing where it was not timed."""
     at = {(r["encoding"], r["length"]): r for r in found if "train_ratio" in r}
@@ -343,7 +347,7 @@ def through_train(found: list[Row]) -> str:
     for spec in dict.fromkeys(spec for spec, _ in at):
         timed = [at.get((spec, n)) for n in lengths]
         cells = ["-" if r is None else f"{per_second(r['train_tokens_per_s'])} ({r['train_ratio']:.1%})" for r in timed]
-        every = ["-" if r is None else f"{r['train_mean_tokens_per_s'] / r['tokens_per_s']:.1%}" for r in timed]
+        every = ["-" if r is None else f"{r['train_mean_ratio']:.1%}" for r in timed]
         over = {n: 1 / r["train_ratio"] for n, r in zip(lengths, timed, strict=True) if r is not None}
         rows.append([f"`{spec}`", *cells, *every, met(dict(over), 1 / TRAIN)])
     if not rows:
@@ -352,8 +356,9 @@ def through_train(found: list[Row]) -> str:
     return (
         "\n\n### Through `relpos train`\n\nThe same model and batch through the library's training: the Trainer, the "
         "loader over a prepared folder, `metrics.jsonl`; no checkpoint, no evaluation. Tokens per second from the "
-        "median step (of the bare step's), and of all steps, with the pauses in which every tenth reads the losses "
-        f"back. Target: {TRAIN:.0%} of the bare step.\n\n" + table(head, rows)
+        "median step (of the bare step's, in the same run), and of all steps, with the pauses in which every tenth "
+        f"reads the losses back{made_by([r.get('train_commit') for r in at.values()])}. Target: {TRAIN:.0%} of the "
+        "bare step.\n\n" + table(head, rows)
     )
 
 

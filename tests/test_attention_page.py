@@ -95,7 +95,7 @@ def test_training_through_the_command_where_it_was_timed(folder):
     def timed(spec: str, ratio: float) -> dict:
         bare = {"encoding": spec, "length": 1024, "tokens_per_s": 500e3, "peak_gib": 14.0}
         speed = ratio * 500e3
-        return bare | {"train_tokens_per_s": speed, "train_mean_tokens_per_s": 0.99 * speed, "train_ratio": ratio}
+        return bare | {"train_tokens_per_s": speed, "train_mean_ratio": 0.99 * ratio, "train_ratio": ratio}
 
     path = folder / "training-step-h200.json"
     change(path, lambda value: value.update(rows=[timed("rope", 0.98), timed("fox", 0.96)]))

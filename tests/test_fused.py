@@ -242,16 +242,20 @@ def test_where_the_knots_of_fire_lie():
             assert error <= 2 * allowed + 1e-5 * truth.norm().item() + 1e-7, (place, rate, name, error, allowed)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_knots_with_a_rate_for_each_head(causal):
-    """No encoding here has both, but a term may."""
-    T, H, K = 70, 3, 5
+@pytest.mark.parametrize(("causal", "T", "alike"), [(True, 70, 0), (False, 70, 0), (True, 256, 128)])
+def test_knots_with_a_rate_for_each_head_and_a_rho_for_each_text(causal, T, alike):
+    """No encoding here has them, but a term may. And of the second text all queries may have one rho, while of the
+    first only so many have it."""
+    H, K = 3, 5
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator).double()  # noqa: E731
     q, k, v, do = (draw(2, H, T, 16) for _ in range(4))
     knots, slope = draw(K).abs().sort().values, draw(H, K + 1)
     jumps = torch.cat((torch.zeros(H, 1), ((slope[:, :-1] - slope[:, 1:]) * knots).cumsum(1)), 1)
-    given = [torch.tensor([0.01, 0.3, 1.5]), draw(2, T).abs() + 0.5, slope, draw(H, 1) + jumps]
+    rho = draw(2, T).abs() + 0.5
+    if alike:
+        rho[0, :alike] = rho[1] = rho[0, 0].clone()
+    given = [torch.tensor([0.01, 0.3, 1.5]), rho, slope, draw(H, 1) + jumps]
 
     def gradients(impl: str, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(DEVICE, dtype).requires_grad_() for x in (q, k, v, *given)]
@@ -259,7 +263,10 @@ def test_knots_with_a_rate_for_each_head(causal):
         layout = relpos.terms.Layout(Tq=T, Tk=T, causal=causal, device=leaves[0].device)
         term = relpos.terms.Profile(rate, rho, knots.to(DEVICE, dtype), slope, offset)
         out = attend_terms(*leaves[:3], [term], layout, impl=impl)
-        return [out, *torch.autograd.grad(out, leaves, do.to(DEVICE, dtype))]
+        found = [out, *torch.autograd.grad(out, leaves, do.to(DEVICE, dtype))]
+        if alike:  # one quantity
+            found[5] = torch.cat((found[5][0, :alike].sum()[None] + found[5][1].sum(), found[5][0, alike:]))
+        return found
 
     for n, (ours, exact) in enumerate(
         zip(gradients("fused", torch.float32), gradients("reference", torch.float64), strict=True)

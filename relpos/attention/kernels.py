@@ -327,6 +327,12 @@ def _first_rows(t, b, Tq):
 
 
 @triton.jit
+def _most_first_rows(t, Tq):
+    """At least as many as of any batch entry."""
+    return tl.where(t.first_b > 0, Tq, _first_rows(t, 0, Tq))
+
+
+@triton.jit
 def _bank(base, t, F: tl.constexpr):
     """Columns of the bank, [RP, SPAN], for the distances of a tile; beyond the bank they are zero."""
     tl.static_assert(F.BM + F.BN <= BANK_BEFORE)
@@ -1244,7 +1250,7 @@ def backward_distance(
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     queries = Tq
     if F.ROWS == FIRST and not F.META:
-        queries = tl.minimum(_first_rows(t, 0, Tq), Tq)
+        queries = _most_first_rows(t, Tq)
     block, blocks = _blocks_on(base, q_off, queries, Tk, F)
     total = B * blocks
     each = tl.cdiv(total, shares)
@@ -1260,7 +1266,8 @@ def backward_distance(
     Delta += h * Tq
     whole = begin  # whole tiles, all of them visible: most programs have no others
     if F.EVEN and not (F.DOCS or F.WINDOW > 0):
-        if (q_off % F.BM == 0) & ((base >= F.BN) | (not F.CAUSAL)):
+        alike = (F.ROWS != FIRST) | (t.first_b == 0)  # else entries end at other queries
+        if (q_off % F.BM == 0) & ((base >= F.BN) | (not F.CAUSAL)) & alike:
             whole = end
         acc = _distance_tiles(acc, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t,
                               H, Tq, Tk, q_off, c2, base, block, blocks, begin, whole, t, False, F)  # fmt: skip
@@ -1320,7 +1327,7 @@ def profile_gradient(
         of_rate = 0.0
         end = Tk
         if not F.META:  # farther than this no FIRST query sees
-            end = tl.minimum(Tk, q_off + _first_rows(t, 0, Tq))
+            end = tl.minimum(Tk, q_off + _most_first_rows(t, Tq))
         for start in range(0, end, F.BM):
             d = start + tl.arange(0, F.BM)
             psi, piece, slope, offset = _on_pieces(d, rho, head, t, F)

@@ -102,6 +102,14 @@ def test_the_kernel_gives_losses_and_gradients_of_rows(dtype: torch.dtype) -> No
         assert losses.isnan().all() and d.isnan().all()
 
 
+@pytest.mark.parametrize("label", [V, -1])
+def test_a_label_that_is_no_word(label: int) -> None:
+    hidden, weight, add, targets = inputs()  # float64, which the kernel does not take
+    targets[0, 1] = label
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        chunked_loss(hidden, weight, add, targets, None)
+
+
 def test_no_more_than_a_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, add, targets = inputs(torch.float32)
     rows, linear = [], F.linear

@@ -116,15 +116,9 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
 
 # Kinds that need more registers or shared memory than most. None: as the others.
 _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
-    ("forward", POTENTIAL): ((64, 64, 4, 3, 168), None),
-    ("backward_q", POTENTIAL): ((64, 64, 4, 2, 168), None),
-    ("backward_k", POTENTIAL): ((64, 64, 4, 3, 0), None),
-    ("forward", LOG): ((64, 64, 4, 3, 168), None),
-    ("backward_q", LOG): ((64, 64, 4, 2, 168), None),
-    ("backward_k", LOG): ((64, 64, 4, 3, 0), None),
-    ("backward_k", DISTANCE): ((64, 64, 4, 3, 0), None),
-    ("forward", PROFILE): ((64, 64, 4, 3, 168), None),
-    ("backward_k", PROFILE): ((64, 64, 4, 3, 0), None),
+    **{("forward", kind): ((64, 64, 4, 3, 168), None) for kind in (POTENTIAL, LOG, PROFILE)},
+    **{("backward_q", kind): ((64, 64, 4, 2, 168), None) for kind in (POTENTIAL, LOG)},
+    **{("backward_k", kind): ((64, 64, 4, 3, 0), None) for kind in (POTENTIAL, LOG, PROFILE, DISTANCE)},
     ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     ("backward_q", KNOTTED): ((64, 64, 4, 2, 0), (64, 32, 4, 2, 0)),
     ("backward_k", KNOTTED): ((32, 64, 4, 3, 168), (32, 64, 4, 2, 0)),

@@ -366,8 +366,9 @@ def _bends_of(Bends, b, h, H, blocks, t, F: tl.constexpr):
 
 
 @triton.jit
-def _knots_in(base, q, LEAST: tl.constexpr, F: tl.constexpr):
-    """How many knots lie below a tile, at distances from LEAST, and in the higher BITS how many inside."""
+def _knots_in(base, q, ZERO: tl.constexpr, F: tl.constexpr):
+    """How many knots lie below a tile, and in the higher BITS how many inside. ZERO: it may hold the distance 0, which
+    is then left out: there can be many knots between 0 and 1."""
     least = base - (F.BN - 1)
     most = base + F.BM - 1
     if not F.CAUSAL:
@@ -375,8 +376,8 @@ def _knots_in(base, q, LEAST: tl.constexpr, F: tl.constexpr):
         b = tl.abs(most)
         least = tl.where((least <= 0) & (most >= 0), 0, tl.minimum(a, b))
         most = tl.maximum(a, b)
-    least = tl.maximum(least, LEAST).to(tl.float32)
-    most = tl.maximum(most, LEAST).to(tl.float32)
+    least = tl.maximum(least, 1 if ZERO else 0).to(tl.float32)
+    most = tl.maximum(most, 1 if ZERO else 0).to(tl.float32)
     return tl.sum(tl.where(q.near < least, 1, tl.where(q.far < most, MANY, 0)), 0)
 
 
@@ -650,6 +651,7 @@ def _forward_tiles(
     acc, l, m, q, K, V, k_t, v_t, begin, end, mcol, klen, SK, info, head, t, c2,
     MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
+    ZERO: tl.constexpr = MASKED or not F.CAUSAL
     n = tl.arange(0, F.BN)
     a = tl.arange(0, F.BM)[:, None]
     fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
@@ -667,9 +669,8 @@ def _forward_tiles(
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
         count = 0
         if F.KNOTS > 0:
-            count = _knots_in(mcol - n0, info, 1 if MASKED or not F.CAUSAL else 0, F)
-        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, MASKED or not F.CAUSAL, False, MODE,
-                                F)  # fmt: skip
+            count = _knots_in(mcol - n0, info, ZERO, F)
+        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, False, MODE, F)
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             s = tl.where(ok2, s, float("-inf"))
@@ -751,6 +752,7 @@ def _backward_q_tiles(
     dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen, SK, info, head, t, c2,
     MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
+    ZERO: tl.constexpr = MASKED or not F.CAUSAL
     n = tl.arange(0, F.BN)
     a = tl.arange(0, F.BM)[:, None]
     fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
@@ -769,9 +771,8 @@ def _backward_q_tiles(
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
         count = 0
         if F.KNOTS > 0:
-            count = _knots_in(mcol - n0, info, 1 if MASKED or not F.CAUSAL else 0, F)
-        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, MASKED or not F.CAUSAL, False, MODE,
-                                F)  # fmt: skip
+            count = _knots_in(mcol - n0, info, ZERO, F)
+        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, False, MODE, F)
         level = lse - far if F.KNOTS > 0 else lse
         w = tl.exp2(s * c2 - level[:, None]) if F.RAW else tl.exp2(s - level[:, None])
         if MASKED:
@@ -809,7 +810,7 @@ def _backward_q_tiles(
                     pieces = _settle(pieces, below, row, by_psi, by_away, info.rho, head, t, F)
                     row, by_psi, by_away = _zeros(F.BM, 4), _zeros(F.BM, 4), _zeros(F.BM, 4)
                 x = ds
-                if MASKED or not F.CAUSAL:  # distance 0, below knots that were not counted
+                if ZERO:  # the distance 0, below knots that were not counted
                     x = tl.where(psi == 0.0, ds, 0.0)
                     pieces = _with_offset(pieces, _at_zero(head), _fold(x, F.BM, F.BN), F)
                     x = ds - x
@@ -1001,12 +1002,12 @@ def backward_q(
 
 
 @triton.jit
-def _next_knots(Bends, m0, Tq, offset, MASKED: tl.constexpr, F: tl.constexpr):
+def _next_knots(Bends, m0, Tq, offset, ZERO: tl.constexpr, F: tl.constexpr):
     """`_knots_in` of the tile at query m0, which backward_k asks for one tile ahead: what a tile reads would
     else wait for two loads, one for the other."""
     at = Bends + tl.minimum(m0, Tq - 1) // F.QM * (2 * F.KP) + tl.arange(0, F.KP)
     q = Query(0, 0, 0, 0, tl.load(at), tl.load(at + F.KP), 0, 0, 0)
-    return _knots_in(offset + m0, q, 1 if MASKED or not F.CAUSAL else 0, F)
+    return _knots_in(offset + m0, q, ZERO, F)
 
 
 @triton.jit
@@ -1014,11 +1015,12 @@ def _backward_k_tiles(
     dk, dv, key_sum, rate_sum, k, v, Q, DO, q_t, do_t, Rows, begin, end, n0, q_off, klen, b, Tq, sj, sref, doc_lo,
     doc_hi, head, t, Bends, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
+    ZERO: tl.constexpr = MASKED or not F.CAUSAL
     a = tl.arange(0, F.BM)
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
     count = 0
     if F.KNOTS > 0:
-        count = _next_knots(Bends, begin, Tq, q_off - n0, MASKED, F)
+        count = _next_knots(Bends, begin, Tq, q_off - n0, ZERO, F)
     for m0 in range(begin, end, F.BM):
         mcol = q_off + m0
         q = _features(Q + tl.cast(m0, tl.int64) * q_t, a, q_t, a < Tq - m0, not F.EVEN, F)
@@ -1030,11 +1032,10 @@ def _backward_k_tiles(
         if F.KIND == BANK:
             mix = _mix(t, b, head.h, m0 + a, Tq, F)
         info = Query(si, sref, gi, si, 0.0, 0.0, mix, 0, 0)
-        s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, MASKED or not F.CAUSAL, True,
-                                   MODE, F)  # fmt: skip
+        s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, True, MODE, F)
         if F.KNOTS > 0:
             lse -= offset
-            count = _next_knots(Bends, m0 + F.BM, Tq, q_off - n0, MASKED, F)
+            count = _next_knots(Bends, m0 + F.BM, Tq, q_off - n0, ZERO, F)
         if F.CANCEL and F.KIND == SLOPE:
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
         if F.CANCEL and F.KIND == POTENTIAL:

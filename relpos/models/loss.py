@@ -99,7 +99,7 @@ def _chunk(
         return softmax.rows(logits, t, IGNORE, grad=grad)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     lse = logits.logsumexp(-1)
-    at = t.clamp(min=0)[:, None]
+    at = t.masked_fill(t == IGNORE, 0)[:, None]  # any other that is no word is an error
     losses = torch.where(t == IGNORE, 0.0, lse - logits.gather(-1, at)[:, 0])
     if not grad:
         return losses, None

@@ -27,6 +27,7 @@ from relpos.terms import Bank, Distance, Layout, Potential, Profile, Slope, Term
 LOG2E = math.log2(math.e)
 PROGRAMS = 1056  # enough to fill a large GPU several times over
 TILES = 16  # of a diagonal that are worth a program
+PARTS = 32  # in which the sums over the pieces of a profile are taken
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
 ALL, FIRST, REST = range(3)
 # To the host alone: a profile with knots, a profile of a power.
@@ -110,7 +111,8 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
     "backward_distance": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     "backward_bank": ((64, 64, 4, 2, 0), (64, 64, 4, 2, 0)),
     "profile_table": ((64, 64, 4, 1, 0), (64, 64, 4, 1, 0)),
-    "profile_gradient": ((64, 64, 4, 1, 0), (64, 64, 4, 1, 0)),
+    "profile_parts": ((16, 16, 4, 1, 0), (16, 16, 4, 1, 0)),
+    "profile_gradient": ((PARTS, PARTS, 4, 1, 0), (PARTS, PARTS, 4, 1, 0)),
 }
 
 
@@ -259,7 +261,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, first, meta, docs, kind
     rows = lse.new_empty(*lse.shape, 4)
     at_keys = kind not in (DISTANCE, BANK) and not knots
     by_key = maybe(at_keys, call.B, call.H, call.Tk)
-    by_rate = maybe(kind == PROFILE, call.B, call.H, call.Tq if knots else call.Tk)
+    by_rate = maybe(kind == PROFILE and not knots, call.B, call.H, call.Tk)
     blocks = -(-call.Tq // call.blocks("backward_q")[0])
     bends = lse.new_empty(call.B, a.numel(), blocks, 2, call.flags["KP"]) if knots else delta
     pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
@@ -267,7 +269,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, first, meta, docs, kind
         QM = part.blocks("backward_q")[0]
         part.launch(
             "backward_q", (-(-call.Tq // QM), call.B * call.H),
-            [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_rate, pieces, bends],
+            [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, pieces, bends],
             [q, k, v, out, do, dq],
             [scale, part.reach], GRAD=grad,
         )  # fmt: skip
@@ -297,19 +299,20 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, first, meta, docs, kind
             if wants & bit and of.shape[0] == 1 and call.B > 1:
                 grads[bit] = grads[bit].sum(0, keepdim=True)
     elif kind == PROFILE and wants:
-        of_rate = by_rate.sum((0, 2))
         if knots:
-            grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
-            grads[D], grads[E], more = torch.empty_like(d), torch.empty_like(e), lse.new_empty(2, call.H)
-            table = delta if first is None else _distance_gradient(calls[0], inputs, calls[0].term[2])
-            sums = pieces.sum((0, 2))
-            call.launch("profile_gradient", (call.H, 1), [grads[D], grads[E], more, sums, table], [], [])
+            table, n, count, shares = delta, 1, 0, 0
             if first is not None:
-                grads[B_][0, 0].add_(more[0].sum())
-                of_rate = of_rate + more[1]
+                table = _diagonal_sums(calls[0], inputs, call.Tk - 1)
+                shares, _, count, n = table.shape
+            sums = lse.new_empty(PARTS, call.H, 2, call.flags["PP"])
+            call.launch("profile_parts", (call.H, PARTS), [sums, pieces, table], [],
+                        [call.B * blocks, blocks, shares, count, n // 2])  # fmt: skip
+            grads[D], grads[E], of_rate = torch.empty_like(d), torch.empty_like(e), lse.new_empty(call.H)
+            call.launch("profile_gradient", (call.H, 1), [grads[D], grads[E], of_rate, by_query, sums], [], [PARTS])
+            grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
         else:
             grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
-            of_rate = of_rate * d[:, 0] / (1 if call.flags["POWER"] else a.clamp(min=1e-12))
+            of_rate = by_rate.sum((0, 2)) * d[:, 0] / (1 if call.flags["POWER"] else a.clamp(min=1e-12))
             if b.numel() == 1:  # which the kernels took to be part of the slope
                 grads[D], of_rate = grads[D] * b, of_rate * b[0]
         grads[A] = of_rate if a.numel() > 1 else of_rate.sum(0, keepdim=True)
@@ -344,16 +347,23 @@ def _by_distance(x: Tensor, n: int) -> Tensor:
     return line.flatten(0, 1)
 
 
+def _diagonal_sums(call: _Call, inputs: list[Tensor], last: int) -> Tensor:
+    """dS summed by block diagonal, for distances up to `last`: [shares, H, diagonals, 2 n]."""
+    n, before, count, shares = _diagonals(call, "backward_distance", last)
+    out = inputs[4].new_empty(shares, call.H, count, 2 * n)
+    call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4], [call.B, -before])
+    return out
+
+
 def _distance_gradient(call: _Call, inputs: list[Tensor], values: Tensor) -> Tensor:
     """Of a table. Where its last entry stands for many distances, from `reach` on, most tiles hold no other: as the
     rows of dS sum to zero, its gradient is what is missing in the sum of all."""
     origin, reach = call.origin, call.reach
     far = reach < call.Tk - 1
-    n, before, count, shares = _diagonals(call, "backward_distance", reach - 1 if far else call.Tk - 1)
-    out = values.new_empty(shares, call.H, count, 2 * n)
-    call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4], [call.B, -before])
+    out = _diagonal_sums(call, inputs, reach - 1 if far else call.Tk - 1)
+    n = out.shape[-1] // 2
     sums = _by_distance(out.sum(0).permute(1, 2, 0), n).T  # [H, distances]
-    zero = (before + 1) * n  # column of distance 0
+    zero = n if call.flags["CAUSAL"] else (-(-call.Tk // n) + 1) * n  # column of distance 0
     low, high = zero - origin, zero + reach + (not far)  # columns that have entries of their own
     grad = values.new_zeros(call.H, values.shape[1])
     start, stop = max(low, 0), min(high, sums.shape[1])

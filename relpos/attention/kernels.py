@@ -266,6 +266,13 @@ def _blank(M: tl.constexpr, N: tl.constexpr, T):
 
 
 @triton.jit
+def _coarse(x, like):
+    """x cut to as many digits as `like`'s dtype has. Rounding would be nearer, and takes as long as an exponential."""
+    keep: tl.constexpr = -(1 << (16 if like.dtype == tl.bfloat16 else 13))
+    return (x.to(tl.int32, bitcast=True) & keep).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _nothing(M: tl.constexpr):
     """The largest score of no scores."""
     return tl.full((M,), float("-inf"), tl.float32)
@@ -690,9 +697,12 @@ def _forward_tiles(
         l = l * fade[:, None] + tl.sum(tl.reshape(w, (F.BM, F.BN // 8, 8)), 1)
         m = top
         v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
-        acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision=F.PREC)
         if F.SURE and not F.EXACT:
-            acc = tl.dot((w - w.to(v.dtype).to(tl.float32)).to(v.dtype), v, acc, input_precision=F.PREC)
+            high = _coarse(w, v)
+            acc = tl.dot((w - high).to(v.dtype), v, acc * fade[:, None], input_precision=F.PREC)
+            acc = tl.dot(high.to(v.dtype), v, acc, input_precision=F.PREC)
+        else:
+            acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision=F.PREC)
     return acc, l, m
 
 
@@ -901,15 +911,15 @@ def _slide(x, TURNED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByRate, PieceSums, Bends, Meta, Docs, TA, TB, TC, TD,
+    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, PieceSums, Bends, Meta, Docs, TA, TB, TC, TD,
     TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b,
     do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
     """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, 4], where with CANCEL the level is
     relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
-    potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots: ByRate
-    [B, H, Tq], of which the host takes the sum; `PieceSums` [B, H, blocks, 2, PP]: sums of dS * u and of dS
-    over the tiles that begin on each piece, then over what lies above each knot; and for backward_k `Bends`
+    potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots: `PieceSums`
+    [B, H, blocks, 2, PP], sums of dS * u and of dS over the tiles that begin on each piece, then over what lies above
+    each knot, and at the very end of the first the gradient of the rate; and for backward_k `Bends`
     [B, 1 or H, blocks, 2, KP]."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
     b = (tl.program_id(1) // H).to(tl.int64)
@@ -922,7 +932,6 @@ def backward_q(
                 r = m0 + tl.arange(0, F.BM)
                 at = (b * H + h) * Tq + r
                 tl.store(ByQuery + at, 0.0, mask=r < Tq)
-                tl.store(ByRate + at, 0.0, mask=r < Tq)
                 tl.store(pieces_at, 0.0)
                 tl.store(pieces_at + F.PP, 0.0)
             return
@@ -996,8 +1005,8 @@ def backward_q(
         if F.KNOTS > 0:  # slopes are in units of log 2
             pieces = _settle(pieces, 0, sums.row, sums.psi, sums.away, info.rho, head, t, F)
             tl.store(ByQuery + row, tl.sum(pieces.rho, 1) * LN2, mask=r < Tq)
-            tl.store(ByRate + row, tl.sum(pieces.rate, 1) * LN2, mask=r < Tq)
-            tl.store(pieces_at, tl.sum(pieces.slopes, 0))
+            of_rate = tl.sum(tl.sum(pieces.rate, 1), 0) * LN2
+            tl.store(pieces_at, tl.sum(pieces.slopes, 0) + tl.where(tl.arange(0, F.PP) == F.PP - 1, of_rate, 0.0))
             tl.store(pieces_at + F.PP, tl.sum(pieces.offsets, 0))
 
 
@@ -1302,51 +1311,88 @@ def profile_table(
 
 
 @triton.jit
-def profile_gradient(
-    DSlope, DOffset, DMore, Sums, Table, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H,
-    GROUP, Tq, Tk, q_off, c2, F: tl.constexpr,
+def profile_parts(
+    Out, PieceSums, Diagonals, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H, GROUP,
+    Tq, Tk, q_off, c2, rows, blocks, shares, diagonals, n: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the slopes and offsets of a profile's pieces, [H, K + 1], from the `Sums` [H, 2, PP] that backward_q
-    left and, where there are FIRST queries, the gradient of their table [H, Tk]; of the latter also those of rho and
-    the rate, `DMore` [2, H]."""
+    """A part of each sum that `profile_gradient` takes over the `rows` = B * blocks of backward_q's `PieceSums` and,
+    where there are FIRST queries, over the distances of their table, whose gradient `backward_distance` left in
+    `Diagonals` [shares, H, diagonals, 2 n]. `Out` [parts, H, 2, PP], laid out as PieceSums are."""
     h = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    step = tl.num_programs(1) * F.BM
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
-    n = tl.arange(0, F.PP)
-    ok = n <= F.KNOTS
-    Sums += h * (2 * F.PP)
-    # What lies above a knot belongs to the piece behind it, not to the one before.
-    behind = Sums + F.KNOTS + n
-    ahead = Sums + F.KNOTS + 1 + n
-    slopes = tl.load(Sums + n, mask=ok, other=0.0)
-    slopes += tl.load(behind, mask=ok & (n > 0), other=0.0) - tl.load(ahead, mask=n < F.KNOTS, other=0.0)
-    offsets = tl.load(Sums + F.PP + n, mask=ok, other=0.0)
-    offsets += tl.load(behind + F.PP, mask=ok & (n > 0), other=0.0) - tl.load(ahead + F.PP, mask=n < F.KNOTS, other=0.0)
+    a = tl.arange(0, F.BM)
+    p = tl.arange(0, F.PP)[None, :]
+    slopes = _zeros(F.BM, F.PP)
+    offsets = _zeros(F.BM, F.PP)
+    for start in range(part * F.BM, rows, step):
+        r = start + a
+        at = PieceSums + (((r // blocks) * H + h) * blocks + r % blocks)[:, None] * (2 * F.PP) + p
+        slopes += tl.load(at, mask=r[:, None] < rows, other=0.0)
+        offsets += tl.load(at + F.PP, mask=r[:, None] < rows, other=0.0)
     if F.ROWS == REST:
         head = _head(t, h, F)
         rho = tl.load(TB)
-        of_rho = 0.0
-        of_rate = 0.0
         end = Tk
         if not F.META:  # farther than this no FIRST query sees
             end = tl.minimum(Tk, q_off + _most_first_rows(t, Tq))
-        for start in range(0, end, F.BM):
-            d = start + tl.arange(0, F.BM)
+        for start in range(part * F.BM, end, step):
+            d = start + a
             psi, piece, slope, offset = _on_pieces(d, rho, head, t, F)
-            g = tl.load(Table + h * Tk + d, mask=d < Tk, other=0.0)
-            mine = piece[:, None] == n[None, :]
-            slopes += tl.sum(tl.where(mine, (g * psi * rho)[:, None], 0.0), 0)
-            offsets += tl.sum(tl.where(mine, g[:, None], 0.0), 0)
+            g = _zeros(8, F.BM)
+            for first in range(0, shares, 8):  # two diagonals hold each distance
+                share = first + tl.arange(0, 8)[:, None]
+                ok = (share < shares) & (d < end)[None, :]
+                line = Diagonals + ((share * H + h) * diagonals + (d // n)[None, :]) * (2 * n) + (d % n)[None, :]
+                g += tl.load(line + n, mask=ok, other=0.0)
+                g += tl.load(line + 2 * n, mask=ok & (d // n + 1 < diagonals)[None, :], other=0.0)
+            g = tl.sum(g, 0)
+            mine = piece[:, None] == p
             f = d.to(tl.float32)
-            of_rho += tl.sum(g * slope * psi, 0)
-            of_rate += tl.sum(g * slope * (rho * f / (head.rate * f + 1.0)), 0)
-        tl.store(DMore + h, of_rho)
-        tl.store(DMore + H + h, of_rate)
+            of_rate = g * slope * (rho * f / (head.rate * f + 1.0))
+            last = p == F.PP - 1
+            slopes += tl.where(mine, (g * psi * rho)[:, None], tl.where(last, of_rate[:, None], 0.0))
+            offsets += tl.where(mine, g[:, None], tl.where(last, (g * slope * psi)[:, None], 0.0))
+    at = Out + (part * H + h) * (2 * F.PP) + tl.arange(0, F.PP)
+    tl.store(at, tl.sum(slopes, 0))
+    tl.store(at + F.PP, tl.sum(offsets, 0))
+
+
+@triton.jit
+def profile_gradient(
+    DSlope, DOffset, DRate, ByQuery, Parts, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
+    H, GROUP, Tq, Tk, q_off, c2, parts, F: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the slopes and offsets of a profile's pieces, [H, K + 1], and of its rate by head, [H]. That of the
+    rho of FIRST queries joins what backward_q left of the very first."""
+    h = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, F.PP)
+    ok = n <= F.KNOTS
+    x = tl.arange(0, F.BM)[:, None]
+    at = Parts + (x * H + h) * (2 * F.PP) + n[None, :]
+    # What lies above a knot belongs to the piece behind it, not to the one before.
+    behind = (x < parts) & ok[None, :] & (n[None, :] > 0)
+    ahead = (x < parts) & (n[None, :] < F.KNOTS)
+    all_slopes = tl.load(at, mask=x < parts, other=0.0)
+    all_offsets = tl.load(at + F.PP, mask=x < parts, other=0.0)
+    of_slopes = all_slopes + tl.load(at + F.KNOTS, mask=behind, other=0.0)
+    of_slopes -= tl.load(at + F.KNOTS + 1, mask=ahead, other=0.0)
+    of_offsets = all_offsets + tl.load(at + F.KNOTS + F.PP, mask=behind, other=0.0)
+    of_offsets -= tl.load(at + F.KNOTS + 1 + F.PP, mask=ahead, other=0.0)
+    slopes = tl.sum(of_slopes, 0)
+    offsets = tl.sum(of_offsets, 0)
+    tl.store(DRate + h, tl.sum(tl.where(n == F.PP - 1, slopes, 0.0), 0))
+    if F.ROWS == REST:
+        of_rho = tl.sum(tl.where(n == F.PP - 1, offsets, 0.0), 0)
+        tl.store(ByQuery + h * Tq, tl.load(ByQuery + h * Tq) + of_rho)
     # Those of the offsets sum to zero, as the rows of dS do: the rest is error, in proportion to them.
+    offsets = tl.where(ok, offsets, 0.0)
     size = tl.abs(offsets)
     offsets -= size * (tl.sum(offsets, 0) / tl.maximum(tl.sum(size, 0), 1e-30))
-    at = h * (F.KNOTS + 1) + n
-    tl.store(DSlope + at, slopes, mask=ok)
-    tl.store(DOffset + at, offsets, mask=ok)
+    to = h * (F.KNOTS + 1) + n
+    tl.store(DSlope + to, slopes, mask=ok)
+    tl.store(DOffset + to, offsets, mask=ok)
 
 
 @triton.jit

@@ -428,13 +428,15 @@ def _add_profile(s, psi, count, q, head, t, ZERO: tl.constexpr, F: tl.constexpr)
     else:
         u = psi * q.rho
         s += slope * u
+        knot, jump = _knot(t, head, below, F)
         for k in range(below, below + inside):
-            knot, jump = _knot(t, head, k, F)
+            after, then = _knot(t, head, tl.minimum(k + 1, F.KNOTS - 1), F)
             if F.EXACT:
                 s += jump * tl.maximum(u - knot, 0.0)
             else:  # one operation less, and less exact
                 s += jump * tl.maximum(u, knot)
                 far -= jump * knot
+            knot, jump = after, then
     if ZERO:
         at_zero, offset = _piece(t, head, _at_zero(head), F)
         s = tl.where(psi == 0.0, plain + (offset - far), s)
@@ -880,13 +882,28 @@ def _settle(pieces, then, row, psi, away, rho, head, t, F: tl.constexpr):
 
 @triton.jit
 def _over_knots(pieces, x, psi, away, below, inside, rho, head, t, F: tl.constexpr):
-    """What lies above each knot inside a tile."""
+    """What lies above each knot inside a tile. A knot is fetched and its sums are joined while others are summed."""
+    big: tl.constexpr = 1.0 * (1 << 40)  # makes 0 or 1 of a difference, with no comparison
+    u = psi * rho * big
+    by_psi = x * psi
+    by_away = x * away
+    knot, jump = _knot(t, head, below, F)
+    row = _zeros(F.BM, 4)
+    slope = _zeros(F.BM, 4)
     for k in range(below, below + inside):
-        knot, jump = _knot(t, head, k, F)
-        y = tl.where(psi * rho > knot, x, 0.0)
-        row, by_psi, by_away = _fold(y, F.BM, F.BN), _fold(y * psi, F.BM, F.BN), _fold(y * away, F.BM, F.BN)
-        pieces = _to_piece(pieces, F.KNOTS + 1 + k, jump, row, by_psi, by_away, rho, F)
-    return pieces
+        after, then = _knot(t, head, tl.minimum(k + 1, F.KNOTS - 1), F)
+        slopes = _collect(pieces.slopes, F.KNOTS + k, slope, F)
+        offsets = _collect(pieces.offsets, F.KNOTS + k, row, F)
+        above = tl.minimum(tl.maximum(u - knot * big, 0.0), 1.0)
+        row = _fold(above * x, F.BM, F.BN)
+        slope = _fold(above * by_psi, F.BM, F.BN)
+        rate = _fold(above * by_away, F.BM, F.BN)
+        pieces = Pieces(pieces.held, pieces.rho + jump * slope, pieces.rate + jump * (rho * rate), slopes, offsets)
+        slope *= rho
+        knot, jump = after, then
+    slopes = _collect(pieces.slopes, F.KNOTS + below + inside, slope, F)
+    offsets = _collect(pieces.offsets, F.KNOTS + below + inside, row, F)
+    return Pieces(pieces.held, pieces.rho, pieces.rate, slopes, offsets)
 
 
 @triton.jit

@@ -167,7 +167,7 @@ class _Call:
             size = int(a.numel() > 1)
             knots = c.numel()
             more |= {"KNOTS": knots, "KP": max(2, _power(knots)), "PP": _power(2 * knots + 1)}
-            more["ONE"] = b.numel() == 1 and not knots
+            more |= {"ONE": b.numel() == 1 and not knots, "RAW": knots > 0}
             more["SURE"] = knots > 0 and sure
         elif kind == DISTANCE:
             size = a.shape[1]

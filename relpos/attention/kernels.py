@@ -24,8 +24,8 @@ piece. Programs with no such queries end at once.
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
-- RAW kinds (no term, linear potentials) leave scores as q . k, and gates come divided by the scale: it is applied
-  inside the exponential, where it costs nothing.
+- RAW kinds (no term, linear potentials, profiles with knots) leave scores as q . k, and what is added is divided by the
+  scale: it is applied inside the exponential, where it costs nothing.
 - What depends on the distance alone is computed or loaded once per tile, for its BM + BN - 1 distances, and spread over
   the tile from shared memory (`_spread`): no table of tiles exists, and logarithms cost nothing.
 - `ref` is the key column of the tile's first query. Distances and potentials enter relative to it, so that float32
@@ -110,6 +110,7 @@ class Head(NamedTuple):
     """What belongs to one head."""
 
     h: Any
+    unit: Any  # what slopes and offsets of a profile with knots are multiplied by: its scores are RAW
     slope: Any
     rate: Any
     far: Any
@@ -154,7 +155,7 @@ class Pieces(NamedTuple):
 
 
 @triton.jit
-def _head(t, h, F: tl.constexpr):
+def _head(t, h, c2, F: tl.constexpr):
     slope = 0.0
     rate = 0.0
     far = 0.0
@@ -172,7 +173,7 @@ def _head(t, h, F: tl.constexpr):
             knots = tl.load(t.c + n, mask=n < F.KNOTS, other=float("inf"))
     if F.KIND == DISTANCE:
         far = tl.load(t.a + h * t.size + t.size - 1) * LOG2E
-    return Head(h, slope, rate, far, knots)
+    return Head(h, LOG2E / c2, slope, rate, far, knots)
 
 
 @triton.jit
@@ -398,16 +399,16 @@ def _counted(count):
 
 @triton.jit
 def _piece(t, head, r, F: tl.constexpr):
-    """Slope and offset of piece r, in log 2 units."""
+    """Slope and offset of piece r."""
     p = head.h * (F.KNOTS + 1) + r
-    return tl.load(t.d + p) * LOG2E, tl.load(t.e + p) * LOG2E
+    return tl.load(t.d + p) * head.unit, tl.load(t.e + p) * head.unit
 
 
 @triton.jit
 def _knot(t, head, k, F: tl.constexpr):
-    """Where knot k lies, and by how much the slope changes there, in log 2 units."""
+    """Where knot k lies, and by how much the slope changes there."""
     p = t.d + head.h * (F.KNOTS + 1) + k
-    return tl.load(t.c + k), (tl.load(p + 1) - tl.load(p)) * LOG2E
+    return tl.load(t.c + k), (tl.load(p + 1) - tl.load(p)) * head.unit
 
 
 @triton.jit
@@ -423,11 +424,9 @@ def _add_profile(s, psi, count, q, head, t, ZERO: tl.constexpr, F: tl.constexpr)
     plain = s
     slope, far = _piece(t, head, count & (MANY - 1), F)
     below, inside = _counted(count)
-    if inside == 0:
-        s += (slope * q.rho) * psi
-    else:
+    s += (slope * q.rho) * psi
+    if inside > 0:
         u = psi * q.rho
-        s += slope * u
         knot, jump = _knot(t, head, below, F)
         for k in range(below, below + inside):
             after, then = _knot(t, head, tl.minimum(k + 1, F.KNOTS - 1), F)
@@ -691,10 +690,10 @@ def _forward_tiles(
         if MASKED:
             base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen no key yet
         if F.RAW:
-            w = tl.exp2(s * c2 - (base * c2)[:, None])
+            w = tl.exp2(s * c2 - ((base - far) * c2 if F.KNOTS > 0 else base * c2)[:, None])
             fade = tl.exp2((m - base) * c2)
         else:
-            w = tl.exp2(s - (base - far if F.KNOTS > 0 else base)[:, None])
+            w = tl.exp2(s - base[:, None])
             fade = tl.exp2(m - base)
         l = l * fade[:, None] + tl.sum(tl.reshape(w, (F.BM, F.BN // 8, 8)), 1)
         m = top
@@ -726,7 +725,7 @@ def forward(
     mcol = q_off + m0
     r = m0 + tl.arange(0, F.BM)
     q = _features(Q + b * q_b + h * q_h, r.to(tl.int64), q_t, r < Tq, True, F)
-    head = _head(t, h, F)
+    head = _head(t, h, c2, F)
     info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     acc = _blank(F.BM, F.DP, Tk)
@@ -785,7 +784,7 @@ def _backward_q_tiles(
         if F.KNOTS > 0:
             count = _knots_in(mcol - n0, info, ZERO, F)
         s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, False, MODE, F)
-        level = lse - far if F.KNOTS > 0 else lse
+        level = lse - far * c2 if F.KNOTS > 0 else lse
         w = tl.exp2(s * c2 - level[:, None]) if F.RAW else tl.exp2(s - level[:, None])
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
@@ -964,7 +963,7 @@ def backward_q(
         low = _features(Low + b * o_b + h * o_h, r64, o_t, r < Tq, True, F)
         delta += tl.sum(low.to(tl.float32) * do.to(tl.float32), 1)
     row = (b * H + h) * Tq + r
-    head = _head(t, h, F)
+    head = _head(t, h, c2, F)
     info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
     if F.KNOTS > 0:
@@ -1019,10 +1018,10 @@ def backward_q(
             n = tl.arange(0, F.RP)
             ok = (r[:, None] < Tq) & (n[None, :] < F.RANK)
             tl.store(ByQuery + row[:, None] * F.RANK + n[None, :], sums.mix, mask=ok)
-        if F.KNOTS > 0:  # slopes are in units of log 2
+        if F.KNOTS > 0:
             pieces = _settle(pieces, 0, sums.row, sums.psi, sums.away, info.rho, head, t, F)
-            tl.store(ByQuery + row, tl.sum(pieces.rho, 1) * LN2, mask=r < Tq)
-            of_rate = tl.sum(tl.sum(pieces.rate, 1), 0) * LN2
+            tl.store(ByQuery + row, tl.sum(pieces.rho, 1) / head.unit, mask=r < Tq)
+            of_rate = tl.sum(tl.sum(pieces.rate, 1), 0) / head.unit
             tl.store(pieces_at, tl.sum(pieces.slopes, 0) + tl.where(tl.arange(0, F.PP) == F.PP - 1, of_rate, 0.0))
             tl.store(pieces_at + F.PP, tl.sum(pieces.offsets, 0))
 
@@ -1060,7 +1059,7 @@ def _backward_k_tiles(
         info = Query(si, sref, gi, si, 0.0, 0.0, mix, 0, 0)
         s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, True, MODE, F)
         if F.KNOTS > 0:
-            lse -= offset
+            lse -= offset * c2
             count = _next_knots(Bends, m0 + F.BM, Tq, q_off - n0, ZERO, F)
         if F.CANCEL and F.KIND == SLOPE:
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
@@ -1158,7 +1157,7 @@ def backward_k(
     dv = _blank(F.BN, F.DP, Tk)
     for g in range(GROUP):
         h = hk * GROUP + g
-        head = _head(t, h, F)
+        head = _head(t, h, c2, F)
         sj = head.slope * tl.arange(0, F.BN).to(tl.float32)[:, None]
         sref = 0.0
         if F.KIND == POTENTIAL or F.KIND == LOG:
@@ -1323,7 +1322,7 @@ def profile_table(
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     d = tl.program_id(0) * F.BM + tl.arange(0, F.BM)
     rho = tl.load(TB)
-    psi, piece, slope, offset = _on_pieces(d, rho, _head(t, h, F), t, F)
+    psi, piece, slope, offset = _on_pieces(d, rho, _head(t, h, c2, F), t, F)
     tl.store(Out + h * Tk + d, offset + slope * (psi * rho), mask=d < Tk)
 
 
@@ -1349,7 +1348,7 @@ def profile_parts(
         slopes += tl.load(at, mask=r[:, None] < rows, other=0.0)
         offsets += tl.load(at + F.PP, mask=r[:, None] < rows, other=0.0)
     if F.ROWS == REST:
-        head = _head(t, h, F)
+        head = _head(t, h, c2, F)
         rho = tl.load(TB)
         end = Tk
         if not F.META:  # farther than this no FIRST query sees

@@ -30,8 +30,8 @@ TILES = 16  # of a diagonal that are worth a program
 PARTS = 32  # in which the sums over the pieces of a profile are taken
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
 ALL, FIRST, REST = range(3)
-# To the host alone: a profile with knots, a profile of a power.
-KNOTTED, POWER = 7, 8
+# To the host alone: a profile with knots, the table of its first queries, a profile of a power.
+KNOTTED, TABLED, POWER = 7, 8, 9
 
 
 @functools.cache
@@ -124,6 +124,7 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
     ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     ("backward_q", KNOTTED): ((64, 64, 4, 2, 0), (64, 32, 4, 2, 0)),
     ("backward_k", KNOTTED): ((32, 64, 4, 3, 168), (32, 64, 4, 2, 0)),
+    ("backward_k", TABLED): ((32, 64, 4, 3, 168), None),
     ("forward", BANK): ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     ("backward_q", BANK): ((64, 64, 4, 2, 0), (64, 64, 8, 2, 0)),
     ("backward_k", BANK): ((64, 64, 4, 2, 0), (32, 64, 4, 2, 0)),
@@ -190,7 +191,8 @@ class _Call:
         )  # fmt: skip
 
     def blocks(self, kernel: str) -> Blocks:
-        return _blocks(kernel, self.q, KNOTTED if self.flags.get("KNOTS") else self.kind)
+        kind = KNOTTED if self.flags.get("KNOTS") else TABLED if self.flags["ROWS"] == FIRST else self.kind
+        return _blocks(kernel, self.q, kind)
 
     def launch(self, kernel: str, grid: tuple[int, int], outs: list, strided: list[Tensor], scalars: list, **flags):
         """Tensors the kernel reads and writes, the term, strides of those with four dimensions, sizes, what is its own,
@@ -309,7 +311,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, first, meta, docs, kind
                         [call.B * blocks, blocks, shares, count, n // 2])  # fmt: skip
             grads[D], grads[E], of_rate = torch.empty_like(d), torch.empty_like(e), lse.new_empty(call.H)
             call.launch("profile_gradient", (call.H, 1), [grads[D], grads[E], of_rate, by_query, sums], [], [PARTS])
-            grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum((0, 1))[None]
+            grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum(0).sum(0, keepdim=True)
         else:
             grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
             of_rate = by_rate.sum((0, 2)) * d[:, 0] / (1 if call.flags["POWER"] else a.clamp(min=1e-12))
@@ -333,8 +335,10 @@ def _diagonals(call: _Call, kernel: str, last: int) -> tuple[int, int, int, int]
     before = 0 if call.flags["CAUSAL"] else -(-call.Tk // n)
     count = -(-last // n) + 1 + before
     tiles = call.B * -(-call.Tq // n) * (call.H if call.kind == BANK else 1)  # of the longest diagonal
-    # Diagonals of a table differ most in length, and many are short: more programs, so that none is the last.
-    most = -(-PROGRAMS // count) if call.kind == BANK else -(-3 * PROGRAMS // (count * call.H))
+    # Diagonals of a table differ most in length, and many are short: more programs, so that none is the last. Those of
+    # first queries are shorter still, by how much only the device knows.
+    programs = PROGRAMS * (3 if call.kind == DISTANCE and call.flags["ROWS"] == ALL else 1)
+    most = -(-programs // (count * (1 if call.kind == BANK else call.H)))
     return n, before, count, max(1, min(-(-tiles // TILES), most))
 
 

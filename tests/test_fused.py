@@ -170,6 +170,11 @@ def test_one_rho_for_the_first_queries():
     compare("fire:width=8,length=500", HALF, T=77, Tq=40, heads=2, key_heads=1, q_offset=20)
 
 
+def test_blocks_for_long_texts(monkeypatch):
+    monkeypatch.setattr(fused, "_LONG", {key: (1, blocks) for key, (_, blocks) in fused._LONG.items()})
+    compare("fire:width=8,length=150", HALF, T=256, B=1, heads=2, key_heads=1)
+
+
 @pytest.mark.parametrize("spec", ["cable", "kerple", "t5"])
 def test_twelve_heads_one_token_and_a_block_plus_one(spec):
     compare(spec, HALF, heads=12, key_heads=12, T=33, B=1)
@@ -340,7 +345,7 @@ def test_compiles_whole(spec):
 def test_the_operator_is_well_formed():
     q, k, v = (torch.randn(1, 2, 9, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     slopes = torch.rand(2, device=DEVICE, requires_grad=True)
-    arguments = (q, k, v, slopes, *[None] * 7, fused.SLOPE, 0, True, 0, 0, 0.25, False)
+    arguments = (q, k, v, slopes, *[None] * 6, fused.SLOPE, 0, True, 0, 0, 0.25, False)
     packed = torch.randn(1, 9, 4 * 16, device=DEVICE, requires_grad=True)  # two heads of q, one of k, one of v
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(fused._attend, (*arguments, 0, 0), test_utils=checks)

@@ -131,10 +131,17 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
 }
 
 
+# And from so many tokens on, where there are blocks to spare.
+_LONG: dict[tuple[str, int], tuple[int, Blocks]] = {("backward_k", KNOTTED): (4096, (64, 64, 4, 3, 0))}
+
+
 def _blocks(kernel: str, q: Tensor, kind: int) -> Blocks:
     if q.dtype == torch.float32:  # tiles twice as large, and not fed to the tensor cores
         return (64, 32, 4, 1, 0) if kernel == "forward" and q.shape[-1] <= 64 else (32, 32, 4, 1, 0)
     large = q.shape[-1] > 64
+    length, blocks = _LONG.get((kernel, kind), (0, None))
+    if blocks and not large and q.shape[2] >= length:
+        return blocks
     return _WIDE.get((kernel, kind), (None, None))[large] or _BLOCKS[kernel][large]
 
 
@@ -212,19 +219,23 @@ class _Call:
 A, B_, C, D, E = (1 << n for n in range(5))
 
 
-def _calls(q, k, a, b, c, d, e, first, meta, docs, kind, origin, *how) -> list[_Call]:
-    """What to launch: one call, or with `first` one for the first queries of a profile, to which it is a table by
-    distance, and one for the others."""
-    if first is None:
-        return [_Call(ALL, q, k, a, b, c, d, e, first, meta, docs, kind, origin, *how)]
-    rest = _Call(REST, q, k, a, b, c, d, e, first, meta, docs, kind, origin, *how)
+def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, *how) -> list[_Call]:
+    """What to launch: one call; or, for a causal profile with knots, one for the first queries, which have one rho and
+    to which it is a table by distance, and one for the others."""
+    how = (meta, docs, kind, origin, causal, window, *how)
+    if kind != PROFILE or not c.numel() or not causal or docs is not None or window:
+        return [_Call(ALL, q, k, a, b, c, d, e, None, *how)]
+    first = b.new_empty(b.shape[0], dtype=torch.int32)
+    rest = _Call(REST, q, k, a, b, c, d, e, first, *how)
     table = d.new_empty(rest.H, rest.Tk)
-    rest.launch("profile_table", (-(-rest.Tk // rest.blocks("profile_table")[0]), rest.H), [table], [], [])
-    return [_Call(FIRST, q, k, table, None, None, None, None, first, meta, docs, DISTANCE, 0, *how), rest]
+    blocks = max(-(-rest.Tk // rest.blocks("profile_table")[0]), b.shape[0])
+    rest.launch("profile_table", (blocks, rest.H), [table], [], [b.shape[0]])
+    how = (meta, docs, DISTANCE, 0, *how[4:])
+    return [_Call(FIRST, q, k, table, None, None, None, None, first, *how), rest]
 
 
-def _forward(q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
-    calls = _calls(q, k, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+def _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
+    calls = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     out, lse, low = _results(q, sure)
     for call in calls:
         grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
@@ -238,9 +249,9 @@ def _results(q, sure) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32), low
 
 
-def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset,
+def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset,
               scale, sure, wants, into=None):  # fmt: skip
-    calls = _calls(q, k, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+    calls = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     call = calls[-1]
     kind = call.kind
     if do.stride(-1) != 1:
@@ -303,7 +314,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, first, meta, docs, kind
     elif kind == PROFILE and wants:
         if knots:
             table, n, count, shares = delta, 1, 0, 0
-            if first is not None:
+            if len(calls) > 1:
                 table = _diagonal_sums(calls[0], inputs, call.Tk - 1)
                 shares, _, count, n = table.shape
             sums = lse.new_empty(PARTS, call.H, 2, call.flags["PP"])
@@ -405,33 +416,33 @@ def _views(q, k, v, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.custom_op("relpos::attend", mutates_args=())
-def _attend(q: _T, k: _O, v: _O, a: _O, b: _O, c: _O, d: _O, e: _O, first: _O, meta: _O, docs: _O, kind: int,
+def _attend(q: _T, k: _O, v: _O, a: _O, b: _O, c: _O, d: _O, e: _O, meta: _O, docs: _O, kind: int,
             origin: int, causal: bool, window: int, q_offset: int, scale: float, sure: bool, heads: int,
             size: int) -> tuple[_T, _T, _T]:  # fmt: skip
-    return _forward(*_views(q, k, v, heads, size), a, b, c, d, e, first, meta, docs, kind, origin, causal, window,
+    return _forward(*_views(q, k, v, heads, size), a, b, c, d, e, meta, docs, kind, origin, causal, window,
                     q_offset, scale, sure)  # fmt: skip
 
 
 @_attend.register_fake
-def _(q, k, v, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale, sure, heads, size):
+def _(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure, heads, size):
     q, *_ = _views(q, k, v, heads, size)
     return _results(q, sure)
 
 
 @torch.library.custom_op("relpos::attend_backward", mutates_args=())
 def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, low: _T, a: _O, b: _O, c: _O, d: _O, e: _O,
-                     first: _O, meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
+                     meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
                      scale: float, sure: bool, heads: int, size: int,
                      wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
     whole = torch.empty_like(q) if k is None else None
-    grads = _backward(do, *_views(q, k, v, heads, size), out, lse, low, a, b, c, d, e, first, meta, docs, kind,
+    grads = _backward(do, *_views(q, k, v, heads, size), out, lse, low, a, b, c, d, e, meta, docs, kind,
                       origin, causal, window, q_offset, scale, sure, wants,
                       None if whole is None else _views(whole, None, None, heads, size))  # fmt: skip
     return grads if whole is None else (whole, lse.new_empty(0), lse.new_empty(0), *grads[3:])
 
 
 @_attend_backward.register_fake
-def _(do, q, k, v, out, lse, low, a, b, c, d, e, first, meta, docs, kind, origin, causal, window, q_offset, scale,
+def _(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale,
       sure, heads, size, wants):  # fmt: skip
     terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e))]
     if k is None:
@@ -440,8 +451,8 @@ def _(do, q, k, v, out, lse, low, a, b, c, d, e, first, meta, docs, kind, origin
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:11])
-    ctx.scalars = inputs[11:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:10])
+    ctx.scalars = inputs[10:]
 
 
 def _gradients(ctx, do, _lse, _low, backward=_attend_backward):
@@ -467,7 +478,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, _lse, _low):
-        return (None,) * 18 if do is None else _gradients(ctx, do, None, None, _backward)
+        return (None,) * 17 if do is None else _gradients(ctx, do, None, None, _backward)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -491,12 +502,10 @@ def _for_products(term: Bank, dtype: torch.dtype) -> list[Tensor]:
 def _operands(
     terms: list[Term], layout: Layout, scale: float, dtype: torch.dtype
 ) -> tuple[list[Tensor | None], int, int]:
-    """The kernels' operands a .. e; how many of the first queries of each row of a profile have the rho of the very
-    first, [1 or B]; the kind; the origin."""
+    """The kernels' operands a .. e; the kind; the origin."""
     term = terms[0] if terms else None
     given: list[Tensor] = []
     kind = origin = 0
-    first = None
     if isinstance(term, Slope):
         kind, given = SLOPE, [term.slopes]
     elif isinstance(term, Potential):
@@ -509,8 +518,6 @@ def _operands(
         if not term.knots.numel() and rho.shape[0] == 1 and rho.stride(1) == 0:
             rho = rho[:, :1]  # one for all queries: the kernels need not fetch it for each
         kind, given = POWER if term.power else PROFILE, [term.rate, rho, term.knots, term.slope, term.offset]
-        if term.knots.numel() and layout.causal and layout.cu_seqlens is None and not layout.window:
-            first = (rho == rho[:1, :1]).int().cumprod(-1).sum(-1, dtype=torch.int32)
     elif isinstance(term, Distance):
         kind, given, origin = DISTANCE, [term.values], term.origin
     elif isinstance(term, Bank):
@@ -518,7 +525,7 @@ def _operands(
     filled: list[Tensor | None] = [*map(_flat, given), *[None] * (5 - len(given))]
     if isinstance(term, Bank):
         filled = [term.query.float(), term.bank.float(), *_for_products(term, dtype), None]
-    return [*filled, first], kind, origin
+    return filled, kind, origin
 
 
 def _sorted_by(mask: Tensor) -> tuple[Tensor, Tensor]:

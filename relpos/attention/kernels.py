@@ -1315,15 +1315,25 @@ def _on_pieces(d, rho, head, t, F: tl.constexpr):
 @triton.jit
 def profile_table(
     Out, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H, GROUP, Tq, Tk, q_off, c2,
-    F: tl.constexpr,
+    texts, F: tl.constexpr,
 ):  # fmt: skip
-    """A profile's values by distance for the rho of the very first query, [H, Tk]."""
+    """A profile's values by distance for the rho of the very first query, [H, Tk]. And `First` [texts]: how many of the
+    first queries of each have that rho."""
     h = tl.program_id(1).to(tl.int64)
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     d = tl.program_id(0) * F.BM + tl.arange(0, F.BM)
     rho = tl.load(TB)
     psi, piece, slope, offset = _on_pieces(d, rho, _head(t, h, c2, F), t, F)
     tl.store(Out + h * Tk + d, offset + slope * (psi * rho), mask=d < Tk)
+    if (h == 0) & (tl.program_id(0) < texts):
+        r = tl.arange(0, 1024)
+        alike = Tq
+        start = 0
+        while start < alike:
+            other = tl.load(TB + tl.program_id(0) * t_q + start + r, mask=start + r < Tq, other=rho) != rho
+            alike = tl.min(tl.where(other, start + r, alike), 0)
+            start += 1024
+        tl.store(First + tl.program_id(0), alike)
 
 
 @triton.jit

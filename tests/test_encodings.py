@@ -695,3 +695,26 @@ def test_entry_points(monkeypatch, registry):
     point = EntryPoint(name="broken", value="some_package:Nothing", group="relpos.encodings")
     with pytest.raises(UserError, match="'broken' of an installed package .* 'some_package:Nothing': AttributeError"):
         build("broken")
+
+
+def test_a_compiled_step_leaves_the_pieces_of_fire_in_float32():
+    """Autocast reaches every product of matrices in a compiled backward pass."""
+    encoding = build("fire", heads=12, head_dim=8)
+    with torch.no_grad():
+        for parameter in encoding.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    weights = torch.randn(2, 12, 33, generator=torch.Generator().manual_seed(1))
+
+    def loss() -> torch.Tensor:
+        _, slope, offset = encoding.pieces()
+        return (weights[0] * slope + weights[1] * offset).sum()
+
+    grads = []
+    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        encoding.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            value = run()
+        value.backward()
+        grads.append([encoding.inner.weight.grad, encoding.inner.bias.grad, encoding.outer.weight.grad])
+    for eager, compiled in zip(*grads):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)

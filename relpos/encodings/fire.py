@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relpos.encodings.base import Encoding, wide
-from relpos.terms import Context, Profile, Term, full_precision
+from relpos.terms import Context, Profile, Term
 
 EPS = 1e-6
 
@@ -58,9 +58,10 @@ class Fire(Encoding):
             edges = torch.cat((knots[:1] - 1, knots, knots[-1:] + 1))
             middle = edges[1:].lerp(edges[:-1], 0.5)
             active = (middle[:, None] * w + b > 0).to(w.dtype)  # [K + 1, width]
-        out = wide(self.outer.weight)
-        with full_precision(out):  # one product for both
-            slope, offset = (out @ (active * torch.stack((w, b))[:, None]).flatten(0, 1).T).chunk(2, 1)
+        # Sums, not products of matrices: those TF32 would round, and in a compiled backward pass autocast, whatever is
+        # said here.
+        out = wide(self.outer.weight)[:, None]
+        slope, offset = (out * (active * w)).sum(-1), (out * (active * b)).sum(-1)
         return knots, slope, offset + wide(self.outer.bias)[:, None]
 
     def terms(self, ctx: Context) -> list[Term]:

@@ -50,7 +50,7 @@ IDS = [case.spec for case in FUSABLE]
 def small_blocks(monkeypatch):
     """Blocks small enough that a short text has full, masked and far tiles."""
     if not GPU:
-        blocks = {"backward_k": (16, 32, 4, 1, 0)}
+        blocks = {"backward_k": (16, 32, 4, 1, 0), "profile_gradient": (fused.PARTS, fused.PARTS, 4, 1, 0)}
         blocks |= dict.fromkeys(("backward_distance", "backward_bank"), (16, 16, 4, 1, 0))
 
         def small(kernel: str, q: torch.Tensor, kind: int) -> fused.Blocks:
@@ -170,6 +170,7 @@ def test_one_rho_for_the_first_queries():
     compare("fire:width=8,length=500", HALF, T=77, Tq=40, heads=2, key_heads=1, q_offset=20)
 
 
+@pytest.mark.skipif(not GPU, reason="the interpreter has blocks of its own, smaller ones")
 def test_blocks_for_long_texts(monkeypatch):
     monkeypatch.setattr(fused, "_LONG", {key: (1, blocks) for key, (_, blocks) in fused._LONG.items()})
     compare("fire:width=8,length=150", HALF, T=256, B=1, heads=2, key_heads=1)

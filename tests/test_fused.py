@@ -280,6 +280,16 @@ def test_knots_with_a_rate_for_each_head_and_a_rho_for_each_text(causal, T, alik
         assert (ours.double() - exact).norm() <= 2e-5 * exact.norm() + 1e-5, n
 
 
+def test_knots_have_no_gradient_of_their_own():
+    q, k, v = (torch.randn(1, 2, 9, 16, device=DEVICE) for _ in range(3))
+    rate, rho, knots = (torch.tensor(x, device=DEVICE) for x in ([0.3], [[1.0] * 9], [0.2, 0.5]))
+    slope, offset = torch.randn(2, 3, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
+    layout = relpos.terms.Layout(Tq=9, Tk=9, device=q.device)
+    term = relpos.terms.Profile(rate, rho, knots.requires_grad_(), slope.requires_grad_(), offset)
+    attend_terms(q, k, v, [term], layout, impl="fused").square().sum().backward()
+    assert slope.grad.abs().max() > 0 and not knots.grad.any()
+
+
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotation(layout, dtype):

@@ -329,6 +329,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
             if b.numel() == 1:  # which the kernels took to be part of the slope
                 grads[D], of_rate = grads[D] * b, of_rate * b[0]
         grads[A] = of_rate if a.numel() > 1 else of_rate.sum(0, keepdim=True)
+        grads[C] = torch.zeros_like(c)  # a continuous function: where it bends is a matter of its pieces
     elif kind == DISTANCE and wants:
         grads[A] = _distance_gradient(call, inputs, a)
     elif kind == BANK:
@@ -468,13 +469,13 @@ _attend.register_autograd(_gradients, setup_context=_save)
 class _Eager(torch.autograd.Function):
     """The same operation without the dispatcher, which costs more than the kernels on short texts."""
 
-    forward = staticmethod(_forward)
-
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
+    def forward(ctx, *inputs):  # without a setup_context, for which torch inspects the signature on every call
+        output = _forward(*inputs)
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         _save(ctx, inputs, output)
+        return output
 
     @staticmethod
     def backward(ctx, do, _lse, _low):

@@ -665,9 +665,29 @@ def explore(
     serve(sources or [], length=length, host=host, port=port, browser=browser)
 
 
+def _once(command: Any) -> Any:
+    """Let it refuse a second value for an option that takes one: click would keep the last without a word."""
+    parse = command.parse_args
+
+    def parse_args(ctx: Any, args: list[str]) -> list[str]:
+        _, _, given = command.make_parser(ctx).parse_args(args=list(args))
+        for option in given:
+            if option.param_type_name != "option" or option.multiple or option.is_flag:
+                continue
+            if (times := given.count(option)) > 1:
+                name = option.opts[0]
+                raise typer.BadParameter(f"{name} is given {times} times and takes one value; a list is a,b.", ctx=ctx)
+        return parse(ctx, args)
+
+    command.parse_args = parse_args
+    for part in getattr(command, "commands", {}).values():
+        _once(part)
+    return command
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs the command and turns mistakes of the user into one message and exit status 2."""
-    command = typer.main.get_command(app)
+    command = _once(typer.main.get_command(app))
     try:
         status = command.main(args=arguments, prog_name="relpos", standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)

@@ -231,6 +231,7 @@ def test_the_formula_is_that_of_the_options():
         (["info", ""], ["an encoding is a string such as"]),
         (["figur"], ["figur", "figure"]),
         (["figure", "--length", "many"], ["--length"]),
+        (["train", "--encoding", "rope", "--encoding", "alibi"], ["--encoding is given 2 times", "a,b"]),
         (["--plugin", "nowhere.py", "encodings"], ["nowhere.py"]),
     ],
 )

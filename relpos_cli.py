@@ -176,8 +176,8 @@ def data_check(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Prepa
 def train(
     context: typer.Context,
     encoding: Annotated[
-        str, typer.Option(help="An encoding such as 't5:form=clipped', or several with commas: trained in turn.")
-    ] = "kerple",
+        list[str], typer.Option(help="Such as 't5:form=clipped'; several, with commas or given again: trained in turn.")
+    ] = ["kerple"],  # noqa: B006 - typer reads it
     size: Annotated[str, typer.Option(help="nano (a laptop), tiny, small or medium.")] = "nano",
     data: Annotated[
         Path | None, typer.Option(help="Folder of `relpos data prepare`; the standard library's source unless given.")
@@ -219,6 +219,7 @@ def train(
     from relpos.training.presets import parse_config, parse_overrides
 
     values: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in context.params.items()}
+    values["encoding"] = ",".join(encoding)
     values["overrides"] = parse_overrides(values.pop("set_") or [])
     values["config"] = parse_config(values["config"] or [])
     again, replace = values.pop("resume"), values.pop("overwrite")
@@ -566,7 +567,8 @@ def study(
         typer.Option(help="The same for encodings that cannot be fused and those they build on; an eighth."),
     ] = None,
     encodings: Annotated[
-        str | None, typer.Option(help="Encodings with commas between them; the fourteen of docs/study.md unless given.")
+        list[str] | None,
+        typer.Option(help="Encodings, with commas or given again; the fourteen of docs/study.md unless given."),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Whole numbers with commas between them: a model for each.")] = "0",
     out: Annotated[Path, typer.Option(help="Folder for one JSON and one capture per model.")] = Path("results/study"),
@@ -609,7 +611,7 @@ def study(
             length=length,
             tokens=whole.parse_count(tokens, "--tokens"),
             dense_tokens=whole.parse_count(dense_tokens, "--dense-tokens") if dense_tokens else None,
-            encodings=tuple(split_list(encodings)) if encodings else whole.ENCODINGS,
+            encodings=tuple(split_list(",".join(encodings))) if encodings else whole.ENCODINGS,
             seeds=tuple(map(int, numbers)),
             tokens_per_step=tokens_per_step,
             learning_rate=learning_rate,
@@ -665,29 +667,9 @@ def explore(
     serve(sources or [], length=length, host=host, port=port, browser=browser)
 
 
-def _once(command: Any) -> Any:
-    """Let it refuse a second value for an option that takes one: click would keep the last without a word."""
-    parse = command.parse_args
-
-    def parse_args(ctx: Any, args: list[str]) -> list[str]:
-        _, _, given = command.make_parser(ctx).parse_args(args=list(args))
-        for option in given:
-            if option.param_type_name != "option" or option.multiple or option.is_flag:
-                continue
-            if (times := given.count(option)) > 1:
-                name = option.opts[0]
-                raise typer.BadParameter(f"{name} is given {times} times and takes one value; a list is a,b.", ctx=ctx)
-        return parse(ctx, args)
-
-    command.parse_args = parse_args
-    for part in getattr(command, "commands", {}).values():
-        _once(part)
-    return command
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs the command and turns mistakes of the user into one message and exit status 2."""
-    command = _once(typer.main.get_command(app))
+    command = typer.main.get_command(app)
     try:
         status = command.main(args=arguments, prog_name="relpos", standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)

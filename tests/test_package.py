@@ -231,7 +231,8 @@ def test_the_formula_is_that_of_the_options():
         (["info", ""], ["an encoding is a string such as"]),
         (["figur"], ["figur", "figure"]),
         (["figure", "--length", "many"], ["--length"]),
-        (["train", "--encoding", "rope", "--encoding", "alibi"], ["--encoding is given 2 times", "a,b"]),
+        (["train", "--encoding", "rope", "--encoding", "alibl"], ["alibl", "alibi"]),
+        (["train", "--encoding", "rope,alibi", "--encoding", "rope"], ["the same encoding twice"]),
         (["--plugin", "nowhere.py", "encodings"], ["nowhere.py"]),
     ],
 )

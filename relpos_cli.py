@@ -214,12 +214,16 @@ def train(
     ] = None,
 ) -> None:
     """Train a model with any encoding. With no arguments: a small one, on this machine, in a few minutes."""
+    from relpos.encodings import build, split_list
     from relpos.training import Settings
     from relpos.training import train as run
     from relpos.training.presets import parse_config, parse_overrides
 
     values: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in context.params.items()}
-    values["encoding"] = ",".join(encoding)
+    specs = split_list(encoding)
+    for spec in specs:
+        build(spec)  # each by itself: joined, what is no encoding would be an option of the one before
+    values["encoding"] = ",".join(specs)
     values["overrides"] = parse_overrides(values.pop("set_") or [])
     values["config"] = parse_config(values["config"] or [])
     again, replace = values.pop("resume"), values.pop("overwrite")
@@ -611,7 +615,7 @@ def study(
             length=length,
             tokens=whole.parse_count(tokens, "--tokens"),
             dense_tokens=whole.parse_count(dense_tokens, "--dense-tokens") if dense_tokens else None,
-            encodings=tuple(split_list(",".join(encodings))) if encodings else whole.ENCODINGS,
+            encodings=tuple(split_list(encodings)) if encodings else whole.ENCODINGS,
             seeds=tuple(map(int, numbers)),
             tokens_per_step=tokens_per_step,
             learning_rate=learning_rate,

@@ -63,6 +63,7 @@ def small_blocks(monkeypatch):
 def attend(spec: str, dtype, impl: str, *, heads=4, key_heads=2, head_dim=8, T=LENGTH, Tq=None, B=2, **options) -> dict:
     """Output and gradients of one call whose operands are the same for every implementation and dtype."""
     generator = torch.Generator().manual_seed(1)
+    Tq = T if Tq is None else Tq
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
@@ -74,12 +75,12 @@ def attend(spec: str, dtype, impl: str, *, heads=4, key_heads=2, head_dim=8, T=L
             for parameter in encoding.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape))
     operands = [
-        normal(B, heads, Tq or T, head_dim),
+        normal(B, heads, Tq, head_dim),
         normal(B, key_heads, T, head_dim),
         normal(B, key_heads, T, head_dim),
         normal(B, T, heads * head_dim).float(),
     ]
-    cotangent = normal(B, heads, Tq or T, head_dim).to(DEVICE)
+    cotangent = normal(B, heads, Tq, head_dim).to(DEVICE)
     if impl == "exact":
         operands, cotangent, encoding = [x.double() for x in operands], cotangent.double(), encoding.double()
     encoding = encoding.to(DEVICE)
@@ -168,6 +169,52 @@ def test_one_rho_for_the_first_queries():
     mask[1, -5:] = False
     compare("fire:width=8,length=500", HALF, T=77, heads=2, key_heads=1, key_padding_mask=mask)
     compare("fire:width=8,length=500", HALF, T=77, Tq=40, heads=2, key_heads=1, q_offset=20)
+
+
+def test_how_many_of_the_first_queries_have_one_rho():
+    q = torch.zeros(1, 1, 2500, 16, device=DEVICE, dtype=HALF)
+    a, knots, slope, offset = (torch.tensor(x, device=DEVICE) for x in ([0.1], [0.5], [[1.0, 2.0]], [[0.0, -0.5]]))
+    counts = (1, 1023, 1024, 1025, 2048, 2499, 2500)
+    rho = torch.ones(len(counts), 2500, device=DEVICE)
+    for row, count in zip(rho, counts):
+        row[count:] = torch.linspace(0.5, 1, 2500, device=DEVICE)[count:]  # of which the very last is 1 again
+    how = (None, None, fused.PROFILE, 0, True, 0, 0, 0.25, False)
+    _, rest = fused._calls(q, q, a, rho, knots, slope, offset, *how)
+    assert rest.term[7].tolist() == [2500 if count == 2499 else count for count in counts]
+
+
+def test_many_shares_of_the_first_queries(monkeypatch):
+    monkeypatch.setattr(fused, "TILES", 1)
+    monkeypatch.setattr(fused, "PROGRAMS", 2000)
+    compare("fire:width=8,length=500", torch.float32, T=77, B=4, heads=2, key_heads=1)
+
+
+@pytest.mark.parametrize("spec", ["alibi", "t5", "fire", "inkling", "cable"])
+def test_nothing_to_attend(spec):
+    """An empty batch, no queries, no tokens: gradients are zeros."""
+    for B, Tq, T in ((0, 20, 20), (2, 0, 20), (2, 0, 0)):
+        found = attend(spec, HALF, "fused", B=B, T=T, Tq=Tq, **({"q_offset": 0} if Tq != T else {}))
+        assert found["out"].shape == (B, 4, Tq, 8) and not any(x.any() for x in found.values())
+    mask = torch.ones(0, 20, dtype=torch.bool)
+    assert attend(spec, HALF, "fused", B=0, T=20, key_padding_mask=mask)["out"].shape == (0, 4, 20, 8)
+
+
+def test_a_profile_in_any_unit():
+    """Only the product of psi and rho counts, and where the knots lie on its scale."""
+    q, k, v = (torch.randn(1, 2, 40, 16, device=DEVICE) for _ in range(3))
+    found = []
+    for unit in (1.0, 1e-12):
+        rho = (unit / torch.arange(2, 42, device=DEVICE).log())[None].requires_grad_()
+        rate = torch.tensor([0.5], device=DEVICE).requires_grad_()
+        knots = torch.tensor([0.31, 0.77], device=DEVICE) * unit  # on which no query lies
+        slope = (torch.tensor([[1.0, 3.0, -2.0]], device=DEVICE) / unit).expand(2, -1).clone().requires_grad_()
+        jumps = torch.cat((torch.zeros(2, 1, device=DEVICE), ((slope[:, :-1] - slope[:, 1:]) * knots).cumsum(1)), 1)
+        layout = relpos.terms.Layout(Tq=40, Tk=40, device=q.device)
+        term = relpos.terms.Profile(rate, rho, knots, slope, jumps.detach())
+        attend_terms(q, k, v, [term], layout, impl="fused").square().sum().backward()
+        found.append([rate.grad, rho.grad * unit, slope.grad / unit])
+    for one, small in zip(*found):
+        torch.testing.assert_close(small, one, rtol=1e-3, atol=1e-3 * one.abs().max().item())
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter has blocks of its own, smaller ones")

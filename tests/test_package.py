@@ -233,6 +233,7 @@ def test_the_formula_is_that_of_the_options():
         (["figure", "--length", "many"], ["--length"]),
         (["train", "--encoding", "rope", "--encoding", "alibl"], ["alibl", "alibi"]),
         (["train", "--encoding", "rope,alibi", "--encoding", "rope"], ["the same encoding twice"]),
+        (["train", "--encoding", "t5:form=clipped", "--encoding", "clip=9"], ["no encoding 'clip=9'"]),
         (["--plugin", "nowhere.py", "encodings"], ["nowhere.py"]),
     ],
 )

@@ -136,6 +136,8 @@ _LONG: dict[tuple[str, int], tuple[int, Blocks]] = {("backward_k", KNOTTED): (40
 
 
 def _blocks(kernel: str, q: Tensor, kind: int) -> Blocks:
+    if kernel.startswith("profile"):
+        return _BLOCKS[kernel][0]
     if q.dtype == torch.float32:  # tiles twice as large, and not fed to the tensor cores
         return (64, 32, 4, 1, 0) if kernel == "forward" and q.shape[-1] <= 64 else (32, 32, 4, 1, 0)
     large = q.shape[-1] > 64
@@ -235,9 +237,10 @@ def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, *how) 
 
 
 def _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
-    calls = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     out, lse, low = _results(q, sure)
-    for call in calls:
+    if not q.numel():
+        return out, lse, low
+    for call in _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
         grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
         call.launch("forward", grid, [q, k, v, out, lse, low], [q, k, v, out], [call.reach])
     return out, lse, low
@@ -251,13 +254,16 @@ def _results(q, sure) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset,
               scale, sure, wants, into=None):  # fmt: skip
+    dq, dk, dv = into or (_like(q), _like(k), _like(v))
+    if not q.numel():
+        given = [torch.zeros_like(x) if wants >> n & 1 else lse.new_empty(0) for n, x in enumerate((a, b, c, d, e))]
+        return (dq, dk.zero_(), dv.zero_(), *given)
     calls = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     call = calls[-1]
     kind = call.kind
     if do.stride(-1) != 1:
         do = do.contiguous()
     assert not low.numel() or low.stride() == out.stride()
-    dq, dk, dv = into or (_like(q), _like(k), _like(v))
     delta = torch.empty_like(lse)
     grad = bool(wants)
 

@@ -268,7 +268,8 @@ def _blank(M: tl.constexpr, N: tl.constexpr, T):
 
 @triton.jit
 def _coarse(x, like):
-    """x cut to as many digits as `like`'s dtype has. Rounding would be nearer, and takes as long as an exponential."""
+    """x cut to as many digits as normal numbers of `like`'s dtype have. Rounding would be nearer, and takes as long as
+    an exponential."""
     keep: tl.constexpr = -(1 << (16 if like.dtype == tl.bfloat16 else 13))
     return (x.to(tl.int32, bitcast=True) & keep).to(tl.float32, bitcast=True)
 
@@ -855,7 +856,7 @@ def _collect(sums, at, x, F: tl.constexpr):
 
 @triton.jit
 def _to_piece(pieces, at, slope, row, psi, away, rho, F: tl.constexpr):
-    """What rows sum to on one piece, or above one knot, where the slope (changes) so much."""
+    """With what rows sum to on one piece, where the slope is so much."""
     return Pieces(
         pieces.held,
         pieces.rho + slope * psi,
@@ -882,7 +883,7 @@ def _settle(pieces, then, row, psi, away, rho, head, t, F: tl.constexpr):
 @triton.jit
 def _over_knots(pieces, x, psi, away, below, inside, rho, head, t, F: tl.constexpr):
     """What lies above each knot inside a tile. A knot is fetched and its sums are joined while others are summed."""
-    big: tl.constexpr = 1.0 * (1 << 40)  # makes 0 or 1 of a difference, with no comparison
+    big: tl.constexpr = 1.0 * (1 << 80)  # makes 0 or 1 of any difference from 1e-24 on, with no comparison
     u = psi * rho * big
     by_psi = x * psi
     by_away = x * away
@@ -1343,7 +1344,8 @@ def profile_parts(
 ):  # fmt: skip
     """A part of each sum that `profile_gradient` takes over the `rows` = B * blocks of backward_q's `PieceSums` and,
     where there are FIRST queries, over the distances of their table, whose gradient `backward_distance` left in
-    `Diagonals` [shares, H, diagonals, 2 n]. `Out` [parts, H, 2, PP], laid out as PieceSums are."""
+    `Diagonals` [shares, H, diagonals, 2 n]. `Out` [parts, H, 2, PP], laid out as PieceSums are; at the very end of
+    the second the gradient of the rho of FIRST queries."""
     h = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     step = tl.num_programs(1) * F.BM

@@ -321,7 +321,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         if knots:
             table, n, count, shares = delta, 1, 0, 0
             if len(calls) > 1:
-                table = _diagonal_sums(calls[0], inputs, call.Tk - 1)
+                table, _ = _diagonal_sums(calls[0], inputs, call.Tk - 1)
                 shares, _, count, n = table.shape
             sums = lse.new_empty(PARTS, call.H, 2, call.flags["PP"])
             call.launch("profile_parts", (call.H, PARTS), [sums, pieces, table], [],
@@ -369,12 +369,13 @@ def _by_distance(x: Tensor, n: int) -> Tensor:
     return line.flatten(0, 1)
 
 
-def _diagonal_sums(call: _Call, inputs: list[Tensor], last: int) -> Tensor:
-    """dS summed by block diagonal, for distances up to `last`: [shares, H, diagonals, 2 n]."""
+def _diagonal_sums(call: _Call, inputs: list[Tensor], last: int) -> tuple[Tensor, int]:
+    """dS summed by block diagonal, for distances up to `last`, [shares, H, diagonals, 2 n]; how many of the diagonals
+    lie before the main one."""
     n, before, count, shares = _diagonals(call, "backward_distance", last)
     out = inputs[4].new_empty(shares, call.H, count, 2 * n)
     call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4], [call.B, -before])
-    return out
+    return out, before
 
 
 def _distance_gradient(call: _Call, inputs: list[Tensor], values: Tensor) -> Tensor:
@@ -382,10 +383,10 @@ def _distance_gradient(call: _Call, inputs: list[Tensor], values: Tensor) -> Ten
     rows of dS sum to zero, its gradient is what is missing in the sum of all."""
     origin, reach = call.origin, call.reach
     far = reach < call.Tk - 1
-    out = _diagonal_sums(call, inputs, reach - 1 if far else call.Tk - 1)
+    out, before = _diagonal_sums(call, inputs, reach - 1 if far else call.Tk - 1)
     n = out.shape[-1] // 2
     sums = _by_distance(out.sum(0).permute(1, 2, 0), n).T  # [H, distances]
-    zero = n if call.flags["CAUSAL"] else (-(-call.Tk // n) + 1) * n  # column of distance 0
+    zero = (before + 1) * n  # column of distance 0
     low, high = zero - origin, zero + reach + (not far)  # columns that have entries of their own
     grad = values.new_zeros(call.H, values.shape[1])
     start, stop = max(low, 0), min(high, sums.shape[1])

@@ -855,18 +855,6 @@ def _collect(sums, at, x, F: tl.constexpr):
 
 
 @triton.jit
-def _to_piece(pieces, at, slope, row, psi, away, rho, F: tl.constexpr):
-    """With what rows sum to on one piece, where the slope is so much."""
-    return Pieces(
-        pieces.held,
-        pieces.rho + slope * psi,
-        pieces.rate + slope * (rho * away),
-        _collect(pieces.slopes, at, rho * psi, F),
-        _collect(pieces.offsets, at, row, F),
-    )
-
-
-@triton.jit
 def _with_offset(pieces, at, row, F: tl.constexpr):
     offsets = _collect(pieces.offsets, at, row, F)
     return Pieces(pieces.held, pieces.rho, pieces.rate, pieces.slopes, offsets)
@@ -876,8 +864,13 @@ def _with_offset(pieces, at, row, F: tl.constexpr):
 def _settle(pieces, then, row, psi, away, rho, head, t, F: tl.constexpr):
     """The sums of the piece that was held go where they belong; another is held then."""
     slope, offset = _piece(t, head, pieces.held, F)
-    pieces = _to_piece(pieces, pieces.held, slope, row, psi, away, rho, F)
-    return Pieces(then, pieces.rho, pieces.rate, pieces.slopes, pieces.offsets)
+    return Pieces(
+        then,
+        pieces.rho + slope * psi,
+        pieces.rate + slope * (rho * away),
+        _collect(pieces.slopes, pieces.held, rho * psi, F),
+        _collect(pieces.offsets, pieces.held, row, F),
+    )
 
 
 @triton.jit

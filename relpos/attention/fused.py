@@ -30,8 +30,8 @@ TILES = 16  # of a diagonal that are worth a program
 PARTS = 32  # in which the sums over the pieces of a profile are taken
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
 ALL, FIRST, REST = range(3)
-# To the host alone: a profile with knots, the table of its first queries, a profile of a power.
-KNOTTED, TABLED, POWER = 7, 8, 9
+# To the host alone: a profile with knots, a profile of a power.
+KNOTTED, POWER = 7, 8
 
 
 @functools.cache
@@ -124,7 +124,6 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
     ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     ("backward_q", KNOTTED): ((64, 64, 4, 2, 0), (64, 32, 4, 2, 0)),
     ("backward_k", KNOTTED): ((32, 64, 4, 3, 168), (32, 64, 4, 2, 0)),
-    ("backward_k", TABLED): ((32, 64, 4, 3, 168), None),
     ("forward", BANK): ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     ("backward_q", BANK): ((64, 64, 4, 2, 0), (64, 64, 8, 2, 0)),
     ("backward_k", BANK): ((64, 64, 4, 2, 0), (32, 64, 4, 2, 0)),
@@ -200,21 +199,24 @@ class _Call:
         )  # fmt: skip
 
     def blocks(self, kernel: str) -> Blocks:
-        kind = KNOTTED if self.flags.get("KNOTS") else TABLED if self.flags["ROWS"] == FIRST else self.kind
-        return _blocks(kernel, self.q, kind)
+        return _blocks(kernel, self.q, KNOTTED if self.flags.get("KNOTS") else self.kind)
+
+    def flagged(self, blocks: Blocks, **flags: int) -> Any:
+        BM, BN, *_ = blocks
+        return _kernels().Flags(**self.flags, **flags, BM=BM, BN=BN, SPAN=_power(BM + BN))
 
     def launch(self, kernel: str, grid: tuple[int, int], outs: list, strided: list[Tensor], scalars: list, **flags):
         """Tensors the kernel reads and writes, the term, strides of those with four dimensions, sizes, what is its own,
         flags."""
-        BM, BN, warps, stages, registers = self.blocks(kernel)
+        blocks = self.blocks(kernel)
+        *_, warps, stages, registers = blocks
         options: dict[str, int] = {"num_warps": warps, "num_stages": stages}
         if registers and torch.version.cuda:
             options["maxnreg"] = registers
-        kernels = _kernels()
-        F = kernels.Flags(**self.flags, **flags, BM=BM, BN=BN, SPAN=_power(BM + BN))
+        F = self.flagged(blocks, **flags)
         strides = [s for x in strided for s in x.stride()[:3]]
         with torch.cuda.device_of(self.q):  # Triton launches on the current device
-            getattr(kernels, kernel)[grid](*outs, *self.term, *strides, *self.sizes, *scalars, F, **options)
+            getattr(_kernels(), kernel)[grid](*outs, *self.term, *strides, *self.sizes, *scalars, F, **options)
 
 
 # Bits of the operands a .. e in `wants`.
@@ -292,14 +294,16 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
             [q, k, v, out, do, dq],
             [scale, part.reach], GRAD=grad,
         )  # fmt: skip
-    for part in calls:
-        QM, (BM, BN, *_) = part.blocks("backward_q")[0], part.blocks("backward_k")
-        assert QM % BM == 0 and BN == call.blocks("backward_k")[1]
-        part.launch(
-            "backward_k", (-(-call.Tk // BN), call.B * k.shape[1]),
-            [q, k, v, do, rows, dk, dv, by_key, by_rate, bends], [q, k, v, do, dk, dv],
-            [scale, part.reach], GRAD=grad and at_keys, QM=QM,
-        )  # fmt: skip
+    QM, of_keys = call.blocks("backward_q")[0], call.blocks("backward_k")
+    assert QM % of_keys[0] == 0 and all(part.blocks("backward_q")[0] == QM for part in calls)
+    table, others = delta, None
+    if len(calls) > 1:  # the first queries of a profile come in the same launch
+        table, others = calls[0].term[2], calls[0].flagged(of_keys, QM=QM)
+    call.launch(
+        "backward_k", (-(-call.Tk // of_keys[1]), call.B * k.shape[1]),
+        [q, k, v, do, rows, dk, dv, by_key, by_rate, bends, table], [q, k, v, do, dk, dv],
+        [scale, call.reach, others], GRAD=grad and at_keys, QM=QM,
+    )  # fmt: skip
 
     grads: dict[int, Tensor] = {}
     inputs = [q, k, v, do, lse, delta]
@@ -319,22 +323,24 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
                 grads[bit] = grads[bit].sum(0, keepdim=True)
     elif kind == PROFILE and wants:
         if knots:
-            table, n, count, shares = delta, 1, 0, 0
+            diagonals, n, count, shares = delta, 1, 0, 0
             if len(calls) > 1:
-                table, _ = _diagonal_sums(calls[0], inputs, call.Tk - 1)
-                shares, _, count, n = table.shape
+                diagonals, _ = _diagonal_sums(calls[0], inputs, call.Tk - 1)
+                shares, _, count, n = diagonals.shape
+            one = b.shape[0] == 1
+            grads[A], grads[D], grads[E] = torch.empty_like(a), torch.empty_like(d), torch.empty_like(e)
+            grads[B_] = torch.empty_like(b) if one else by_query.sum(1)
             sums = lse.new_empty(PARTS, call.H, 2, call.flags["PP"])
-            call.launch("profile_parts", (call.H, PARTS), [sums, pieces, table], [],
-                        [call.B * blocks, blocks, shares, count, n // 2])  # fmt: skip
-            grads[D], grads[E], of_rate = torch.empty_like(d), torch.empty_like(e), lse.new_empty(call.H)
-            call.launch("profile_gradient", (call.H, 1), [grads[D], grads[E], of_rate, by_query, sums], [], [PARTS])
-            grads[B_] = by_query.sum(1) if b.shape[0] > 1 else by_query.sum(0).sum(0, keepdim=True)
+            call.launch("profile_parts", (call.H, PARTS), [sums, grads[B_], pieces, by_query, diagonals], [],
+                        [call.B * blocks, blocks, shares, count, call.B * call.H * one, n // 2])  # fmt: skip
+            made = [grads[D], grads[E], grads[A], grads[B_]]
+            call.launch("profile_gradient", (call.H + 1, 1), [*made, sums], [], [PARTS])
         else:
             grads[D], grads[E] = by_key.sum((0, 2))[:, None], torch.zeros_like(e)
             of_rate = by_rate.sum((0, 2)) * d[:, 0] / (1 if call.flags["POWER"] else a.clamp(min=1e-12))
             if b.numel() == 1:  # which the kernels took to be part of the slope
                 grads[D], of_rate = grads[D] * b, of_rate * b[0]
-        grads[A] = of_rate if a.numel() > 1 else of_rate.sum(0, keepdim=True)
+            grads[A] = of_rate if a.numel() > 1 else of_rate.sum(0, keepdim=True)
         grads[C] = torch.zeros_like(c)  # a continuous function: where it bends is a matter of its pieces
     elif kind == DISTANCE and wants:
         grads[A] = _distance_gradient(call, inputs, a)

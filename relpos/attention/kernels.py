@@ -1092,13 +1092,14 @@ def _backward_k_tiles(
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Rows, DK, DV, DKey, DRate, Bends, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k,
-    t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t,
-    dv_b, dv_h, dv_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
+    Q, K, V, DO, Rows, DK, DV, DKey, DRate, Bends, Table, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f,
+    t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    H, GROUP, Tq, Tk, q_off, c2, scale, reach, G: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
     potential at the keys, or for slopes and a profile without knots, of which the host takes the sum; `DRate`, the same
-    for its rate. QM is the block of queries of backward_q, which wrote Rows and Bends."""
+    for its rate. QM is the block of queries of backward_q, which wrote Rows and Bends. The FIRST queries of a profile
+    come before the REST: `Table` and the flags G are theirs."""
     n0 = tl.program_id(0) * F.BN
     HKV = H // GROUP
     b = (tl.program_id(1) // HKV).to(tl.int64)
@@ -1124,18 +1125,7 @@ def backward_k(
             begin = tl.maximum(begin, n0 - F.WINDOW + 1 - q_off)
     if n0 >= klen:
         end = 0
-    seen = begin  # by the FIRST queries too?
     begin = begin // F.BM * F.BM
-    if F.ROWS == FIRST:
-        first = _first_rows(t, b, Tq)
-        if (seen >= first) & (seen < end):  # the REST alone sees these keys
-            return
-        end = tl.minimum(end, first)
-    if F.ROWS == REST:
-        first = _first_rows(t, b, Tq)
-        begin = tl.maximum(begin, first)
-        if begin >= end:
-            return
     full = begin
     if F.CAUSAL:
         full = tl.maximum(begin, (tl.maximum(n0 + F.BN - 1 - q_off, 0) + F.BM - 1) // F.BM * F.BM)
@@ -1166,13 +1156,27 @@ def backward_k(
         Bends_h = Bends
         if F.KNOTS > 0:
             Bends_h = _bends_of(Bends, b, h, H, tl.cdiv(Tq, F.QM), t, F)
+        start = begin
+        shown = full
+        if F.ROWS == REST:
+            table = Term(Table, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, Tk, 0)
+            start = tl.maximum(tl.minimum(_first_rows(t, b, Tq), end), begin)
+            shown = tl.minimum(full, start)
+            near = _head(table, h, c2, G)
+            dk, dv, key_sum, rate_sum = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, begin, shown, n0, q_off, klen,
+                b, Tq, sj, sref, doc_lo, doc_hi, near, table, Bends, c2, True, ANY, G)  # fmt: skip
+            dk, dv, key_sum, rate_sum = _backward_k_tiles(
+                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, shown, start, n0, q_off, klen, b,
+                Tq, sj, sref, doc_lo, doc_hi, near, table, Bends, c2, False, ANY, G)  # fmt: skip
+            shown = tl.maximum(full, start)
         if F.CAUSAL or F.DOCS or F.WINDOW > 0:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, begin, full, n0, q_off, klen,
+                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, start, shown, n0, q_off, klen,
                 b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bends_h, c2, True, ANY, F)  # fmt: skip
         if not (F.DOCS or F.WINDOW > 0):
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
-                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, full, far, n0, q_off, klen, b,
+                dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, shown, far, n0, q_off, klen, b,
                 Tq, sj, sref, doc_lo, doc_hi, head, t, Bends_h, c2, False, ANY, F)  # fmt: skip
         if F.HAS_FAR and F.CAUSAL:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
@@ -1191,10 +1195,6 @@ def backward_k(
     DV += b * dv_b + hk * dv_h
     dk = tl.where(j < klen, dk * scale, 0.0)
     dv = tl.where(j < klen, dv, 0.0)
-    if F.ROWS == REST:
-        if seen < _first_rows(t, b, Tq):  # on top of what they gave
-            dk += _features(DK, j1.to(tl.int64), dk_t, j1 < Tk, True, F).to(tl.float32)
-            dv += _features(DV, j1.to(tl.int64), dv_t, j1 < Tk, True, F).to(tl.float32)
     _put(DK, j1, dk_t, j1 < Tk, dk, F)
     _put(DV, j1, dv_t, j1 < Tk, dv, F)
 
@@ -1332,13 +1332,14 @@ def profile_table(
 
 @triton.jit
 def profile_parts(
-    Out, PieceSums, Diagonals, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H, GROUP,
-    Tq, Tk, q_off, c2, rows, blocks, shares, diagonals, n: tl.constexpr, F: tl.constexpr,
+    Out, DRho, PieceSums, ByQuery, Diagonals, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size,
+    t_origin, H, GROUP, Tq, Tk, q_off, c2, rows, blocks, shares, diagonals, heads, n: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """A part of each sum that `profile_gradient` takes over the `rows` = B * blocks of backward_q's `PieceSums` and,
     where there are FIRST queries, over the distances of their table, whose gradient `backward_distance` left in
     `Diagonals` [shares, H, diagonals, 2 n]. `Out` [parts, H, 2, PP], laid out as PieceSums are; at the very end of
-    the second the gradient of the rho of FIRST queries."""
+    the second the gradient of the rho of FIRST queries. And where the texts share rho, `DRho` [Tq]: its gradient,
+    summed over the `heads` of all texts in ByQuery; else there are none."""
     h = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     step = tl.num_programs(1) * F.BM
@@ -1378,37 +1379,54 @@ def profile_parts(
     at = Out + (part * H + h) * (2 * F.PP) + tl.arange(0, F.PP)
     tl.store(at, tl.sum(slopes, 0))
     tl.store(at + F.PP, tl.sum(offsets, 0))
+    r = tl.arange(0, 128)[:, None]
+    if heads > 0:
+        for start in range((part * H + tl.program_id(0)) * 32, Tq, tl.num_programs(1) * H * 32):
+            i = start + tl.arange(0, 32)
+            total = _zeros(128, 32)
+            for head_ in range(0, heads, 128):
+                ok = (head_ + r < heads) & (i < Tq)[None, :]
+                total += tl.load(ByQuery + (head_ + r).to(tl.int64) * Tq + i[None, :], mask=ok, other=0.0)
+            tl.store(DRho + i, tl.sum(total, 0), mask=i < Tq)
 
 
 @triton.jit
 def profile_gradient(
-    DSlope, DOffset, DRate, ByQuery, Parts, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
-    H, GROUP, Tq, Tk, q_off, c2, parts, F: tl.constexpr,
+    DSlope, DOffset, DRate, DRho, Parts, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H,
+    GROUP, Tq, Tk, q_off, c2, parts, F: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the slopes and offsets of a profile's pieces, [H, K + 1], and of its rate by head, [H]. That of the
-    rho of FIRST queries joins what backward_q left of the very first."""
+    """Gradients of the slopes and offsets of a profile's pieces, [H, K + 1], and of its rate, [1 or H]. That of the rho
+    of FIRST queries joins that of the very first. One program for each head and one for what they share."""
     h = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, F.PP)
-    ok = n <= F.KNOTS
     x = tl.arange(0, F.BM)[:, None]
+    if h == H:
+        of_rate = _zeros(F.BM, 1)
+        of_rho = _zeros(F.BM, 1)
+        for head in range(H):
+            last = Parts + (x * H + head) * (2 * F.PP) + F.PP - 1
+            of_rate += tl.load(last, mask=x < parts, other=0.0)
+            of_rho += tl.load(last + F.PP, mask=x < parts, other=0.0)
+        if t_size == 0:
+            tl.store(DRate, tl.sum(tl.sum(of_rate, 1), 0))
+        if F.ROWS == REST:
+            tl.store(DRho, tl.load(DRho) + tl.sum(tl.sum(of_rho, 1), 0))
+        return
+    ok = n <= F.KNOTS
     at = Parts + (x * H + h) * (2 * F.PP) + n[None, :]
     # What lies above a knot belongs to the piece behind it, not to the one before.
     behind = (x < parts) & ok[None, :] & (n[None, :] > 0)
     ahead = (x < parts) & (n[None, :] < F.KNOTS)
-    all_slopes = tl.load(at, mask=x < parts, other=0.0)
-    all_offsets = tl.load(at + F.PP, mask=x < parts, other=0.0)
-    of_slopes = all_slopes + tl.load(at + F.KNOTS, mask=behind, other=0.0)
+    of_slopes = tl.load(at, mask=x < parts, other=0.0) + tl.load(at + F.KNOTS, mask=behind, other=0.0)
     of_slopes -= tl.load(at + F.KNOTS + 1, mask=ahead, other=0.0)
-    of_offsets = all_offsets + tl.load(at + F.KNOTS + F.PP, mask=behind, other=0.0)
-    of_offsets -= tl.load(at + F.KNOTS + 1 + F.PP, mask=ahead, other=0.0)
+    at += F.PP
+    of_offsets = tl.load(at, mask=x < parts, other=0.0) + tl.load(at + F.KNOTS, mask=behind, other=0.0)
+    of_offsets -= tl.load(at + F.KNOTS + 1, mask=ahead, other=0.0)
     slopes = tl.sum(of_slopes, 0)
-    offsets = tl.sum(of_offsets, 0)
-    tl.store(DRate + h, tl.sum(tl.where(n == F.PP - 1, slopes, 0.0), 0))
-    if F.ROWS == REST:
-        of_rho = tl.sum(tl.where(n == F.PP - 1, offsets, 0.0), 0)
-        tl.store(ByQuery + h * Tq, tl.load(ByQuery + h * Tq) + of_rho)
+    offsets = tl.where(ok, tl.sum(of_offsets, 0), 0.0)
+    if t_size > 0:
+        tl.store(DRate + h, tl.sum(tl.where(n == F.PP - 1, slopes, 0.0), 0))
     # Those of the offsets sum to zero, as the rows of dS do: the rest is error, in proportion to them.
-    offsets = tl.where(ok, offsets, 0.0)
     size = tl.abs(offsets)
     offsets -= size * (tl.sum(offsets, 0) / tl.maximum(tl.sum(size, 0), 1e-30))
     to = h * (F.KNOTS + 1) + n

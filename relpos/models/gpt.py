@@ -21,6 +21,7 @@ from relpos.models.config import RelPosConfig
 from relpos.models.convert import Copy, source_model
 from relpos.models.layers import MLP, Attention
 from relpos.models.loss import chunked_loss, plain_loss, shifted, token_losses
+from relpos.models.norm import add_norm
 from relpos.models.positions import Encodings, Plan, layout_of
 
 
@@ -34,11 +35,19 @@ class GPTBlock(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, hidden: Tensor, plan: Plan, past_key_values: Cache | None = None, need_weights: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        out, weights = self.attention(self.attention_norm(hidden), plan, past_key_values, need_weights)
-        hidden = hidden + self.dropout(out)
-        return hidden + self.dropout(self.mlp(self.mlp_norm(hidden))), weights
+        self,
+        hidden: Tensor,
+        more: Tensor | None,
+        plan: Plan,
+        past_key_values: Cache | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The residual stream behind attention, what the feed-forward layer adds to it, and attention's weights.
+        `more` is what the block before adds to `hidden`: sums are left to the norm that follows."""
+        hidden, normed = add_norm(hidden, more, self.attention_norm)
+        out, weights = self.attention(normed, plan, past_key_values, need_weights)
+        hidden, normed = add_norm(hidden, self.dropout(out), self.mlp_norm)
+        return hidden, self.dropout(self.mlp(normed)), weights
 
 
 class RelPosGPT(RelPosPreTrainedModel):
@@ -96,10 +105,14 @@ class RelPosModel(RelPosGPT):
         hidden = self.dropout(self.encodings.embed(hidden, layout))
         trace = self._trace(output_hidden_states, output_attentions)
         trace.add(hidden)
-        for number, (block, plan) in enumerate(zip(self.layers, plans, strict=True), 1):
-            hidden, weights = block(hidden, plan, past_key_values=cache, need_weights=trace.attentions is not None)
-            trace.add(None if number == len(self.layers) else hidden, weights)
-        hidden = self.norm(hidden)
+        more = None
+        for block, plan in zip(self.layers, plans, strict=True):
+            if more is not None and trace.hidden_states is not None:
+                trace.add(hidden + more)
+            need = trace.attentions is not None
+            hidden, more, weights = block(hidden, more, plan, past_key_values=cache, need_weights=need)
+            trace.add(None, weights)
+        hidden = self.norm(hidden if more is None else hidden + more)
         trace.add(hidden)
         output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache, **trace.results())
         return output if self._as_dict(return_dict) else output.to_tuple()

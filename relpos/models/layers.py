@@ -10,13 +10,14 @@ from relpos.attention import attend
 from relpos.attention.rotary import turn
 from relpos.errors import UserError, nearest
 from relpos.models.config import RelPosConfig
+from relpos.models.gelu import TanhGELU
 from relpos.models.positions import Plan
 
 
 def activation(name: str) -> nn.Module:
     if name not in ACT2FN:
         raise UserError(f"there is no activation {name!r}.{nearest(name, ACT2FN)}")
-    return ACT2FN[name]
+    return TanhGELU() if name in ("gelu_new", "gelu_pytorch_tanh") else ACT2FN[name]
 
 
 class Attention(nn.Module):
@@ -67,6 +68,8 @@ class MLP(nn.Module):
         self.out = nn.Linear(config.inner_size, config.hidden_size, bias=config.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if isinstance(self.act, TanhGELU):
+            return self.out(self.act.behind(self.inner, hidden))
         return self.out(self.act(self.inner(hidden)))
 
 

@@ -1,0 +1,162 @@
+"""The residual sum with its norm, and GPT-2's GELU: the forms for a compiled step against the plain ones. The kernels
+run on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from relpos import RelPosConfig, RelPosForCausalLM
+from relpos.models import gelu
+from relpos.models import norm as module
+from relpos.models.gelu import TanhGELU
+from relpos.models.norm import add_norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+kernel = pytest.mark.skipif(
+    not (torch.cuda.is_available() and module.installed() or module.interpreted()),
+    reason="the kernel needs a GPU, or TRITON_INTERPRET=1 in a process of its own",
+)
+
+
+def problem(size: int, bias: bool = True, rows: int = 37) -> tuple[nn.LayerNorm, Tensor, Tensor, Tensor, Tensor]:
+    """A norm, the stream, what is added to it, and a gradient for each of the results; float64."""
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(size, bias=bias, dtype=torch.float64, device=DEVICE)
+    with torch.no_grad():
+        for weight in norm.parameters():
+            weight.copy_(torch.randn(size) + 0.5)
+    hidden, x, d_total, d_out = torch.randn(4, 2, rows, size, dtype=torch.float64, device=DEVICE).unbind()
+    return norm, 3 * hidden + 1, x, d_total, d_out
+
+
+def run(how, norm: nn.LayerNorm, hidden: Tensor, x: Tensor, d_total: Tensor, d_out: Tensor) -> list[Tensor]:
+    """Both results and every gradient."""
+    hidden, x = hidden.detach().requires_grad_(), x.detach().requires_grad_()
+    leaves = [hidden, x, *norm.parameters()]
+    total, out = how(hidden, x, norm)
+    grads = torch.autograd.grad([total, out], leaves, [d_total.to(total.dtype), d_out.to(out.dtype)])
+    for grad, leaf in zip(grads, leaves, strict=True):
+        assert grad.dtype == leaf.dtype and grad.shape == leaf.shape
+    return [total, out, *grads]
+
+
+@kernel
+@pytest.mark.parametrize("size, bias", [(48, True), (64, False), (129, True), (768, True)])
+@pytest.mark.parametrize("stream, added", [("float32", "float32"), ("float32", "float16"), ("float32", "bfloat16"),
+                                           ("bfloat16", "bfloat16"), ("float16", "float16")])  # fmt: skip
+@pytest.mark.parametrize("programs", [396, 5])
+def test_value_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, size: int, bias: bool, stream: str, added: str, programs: int
+) -> None:
+    """Within twice the error of the plain form, both against float64."""
+    if "bfloat16" in (stream, added) and module.interpreted():
+        pytest.skip("the interpreter cuts off what bfloat16 rounds")
+    monkeypatch.setattr(module, "PROGRAMS", programs)
+    norm, hidden, x, *grads = problem(size, bias)
+    wide, narrow = getattr(torch, stream), getattr(torch, added)
+    norm.to(wide)
+    given = [hidden.to(wide), x.to(narrow), *(g.to(wide) for g in grads)]
+    exact = run(add_norm, copy.deepcopy(norm).double(), *(t.double() for t in given))
+    plain, ours = run(add_norm, norm, *given), run(module.fused, norm, *given)
+    for a, b, e in zip(ours, plain, exact, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        bound = 2 * (b.double() - e).norm() + 1e-6 * e.norm()
+        assert (a.double() - e).norm() <= bound
+
+
+@kernel
+def test_under_autocast_the_norm_is_rounded_once() -> None:
+    norm, hidden, x, d_total, d_out = problem(48)
+    norm.float()
+    given = [hidden.float(), x.bfloat16(), d_total.float(), d_out.bfloat16()]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        total, out, *grads = run(module.fused, norm, *given)
+        plain_total, plain_out, *plain = run(add_norm, norm, *given)
+    assert out.dtype == torch.bfloat16 and total.dtype == torch.float32
+    torch.testing.assert_close(total, plain_total, rtol=0, atol=0)
+    torch.testing.assert_close(out, plain_out.bfloat16(), rtol=0.01, atol=1e-3)  # by the last bit of a rounding
+    for a, b in zip(grads, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.01 if a.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+@kernel
+def test_gradients_of_any_layout_and_of_no_rows() -> None:
+    norm, hidden, x, d_total, d_out = problem(48, rows=6)
+    norm.float()
+    given = [hidden.float(), x.float(), d_total.float(), d_out.float()]
+    turned = [*given[:2], *(g.transpose(0, 1).contiguous().transpose(0, 1) for g in given[2:])]
+    for a, b in zip(run(module.fused, norm, *turned), run(module.fused, norm, *given), strict=True):
+        assert torch.equal(a, b)
+    _, _, d_hidden, d_x, d_weight, d_bias = run(module.fused, norm, *(g[:, :0] for g in given))
+    assert d_hidden.numel() == d_x.numel() == 0 and not d_weight.any() and not d_bias.any()
+
+
+@kernel
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compiled_model_takes_it(monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
+    """And has the loss and the gradients of the plain one."""
+    sizes = dict(vocab_size=61, hidden_size=48, num_hidden_layers=3, num_attention_heads=3, skip_logits=False)
+    torch.manual_seed(0)
+    model = RelPosForCausalLM(RelPosConfig(encoding="alibi", impl="reference", **sizes)).to(DEVICE).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    tokens = torch.randint(0, 61, (2, 19), device=DEVICE)
+    used: list[int] = []
+    launch = module._launch
+    monkeypatch.setattr(module, "_launch", lambda number, *how, **f: (used.append(number), launch(number, *how, **f)))
+    found = []
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=not checkpointing)):
+        model.zero_grad()
+        loss = call(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters())])
+    assert used.count(1) == 5  # all norms but the first, which adds nothing, and the last, behind the blocks
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh"])
+def test_gelu_of_gpt2(name: str) -> None:
+    """Eager and compiled, against transformers' own and its gradient."""
+    x = torch.linspace(-12, 12, 4001, dtype=torch.float64).requires_grad_()
+    plain = ACT2FN[name](x)
+    (expected,) = torch.autograd.grad(plain.sum(), x)
+    for form in (TanhGELU(), torch.compile(TanhGELU(), backend="aot_eager", fullgraph=True)):
+        y = form(x)
+        torch.testing.assert_close(y, plain, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected, rtol=1e-9, atol=1e-12)
+        assert form(x.detach().bfloat16()).dtype == torch.bfloat16
+
+
+@kernel
+@pytest.mark.parametrize("size", [48, 64, 129])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_gelu_with_a_bias(size: int, dtype: str) -> None:
+    """Value and gradients within twice the error of the plain form, both against float64."""
+    if dtype == "bfloat16" and module.interpreted():
+        pytest.skip("the interpreter cuts off what bfloat16 rounds")
+    torch.manual_seed(0)
+    given = [
+        torch.randn(*shape, device=DEVICE).to(getattr(torch, dtype))
+        for shape in ((3, 27, size), (3, 27, size), (size,))
+    ]
+
+    def run(how, x: Tensor, d: Tensor, bias: Tensor) -> list[Tensor]:
+        x, bias = x.detach().requires_grad_(), bias.detach().requires_grad_()
+        y = how(x, bias)
+        return [y, *torch.autograd.grad(y, [x, bias], d)]
+
+    def plain(x: Tensor, bias: Tensor) -> Tensor:
+        return ACT2FN["gelu_new"](x + bias)
+
+    exact = run(plain, *(t.double() for t in given))
+    for a, b, e in zip(run(gelu.fused, *given), run(plain, *given), exact, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert (a.double() - e).norm() <= 2 * (b.double() - e).norm() + 1e-6 * e.norm()
+    empty = run(gelu.fused, *(t[:, :0] for t in given[:2]), given[2])
+    assert empty[1].numel() == 0 and not empty[2].any()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from relpos import RelPosConfig, RelPosForCausalLM
+from relpos.attention.fused import installed, interpreted
 from relpos.models import gelu
 from relpos.models import norm as module
 from relpos.models.gelu import TanhGELU
@@ -18,7 +19,7 @@ from relpos.models.norm import add_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 kernel = pytest.mark.skipif(
-    not (torch.cuda.is_available() and module.installed() or module.interpreted()),
+    not (torch.cuda.is_available() and installed() or interpreted()),
     reason="the kernel needs a GPU, or TRITON_INTERPRET=1 in a process of its own",
 )
 
@@ -47,19 +48,28 @@ def run(how, norm: nn.LayerNorm, hidden: Tensor, x: Tensor, d_total: Tensor, d_o
 
 @kernel
 @pytest.mark.parametrize("size, bias", [(48, True), (64, False), (129, True), (768, True)])
-@pytest.mark.parametrize("stream, added", [("float32", "float32"), ("float32", "float16"), ("float32", "bfloat16"),
-                                           ("bfloat16", "bfloat16"), ("float16", "float16")])  # fmt: skip
+@pytest.mark.parametrize(
+    "stream, added",
+    [
+        ("float32", "float32"),
+        ("float32", "float16"),
+        ("float32", "bfloat16"),
+        ("float16", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+    ],
+)
 @pytest.mark.parametrize("programs", [396, 5])
 def test_value_and_gradients(
     monkeypatch: pytest.MonkeyPatch, size: int, bias: bool, stream: str, added: str, programs: int
 ) -> None:
     """Within twice the error of the plain form, both against float64."""
-    if "bfloat16" in (stream, added) and module.interpreted():
+    if "bfloat16" in (stream, added) and interpreted():
         pytest.skip("the interpreter cuts off what bfloat16 rounds")
     monkeypatch.setattr(module, "PROGRAMS", programs)
     norm, hidden, x, *grads = problem(size, bias)
     wide, narrow = getattr(torch, stream), getattr(torch, added)
-    norm.to(wide)
+    norm.to(torch.promote_types(wide, narrow))
     given = [hidden.to(wide), x.to(narrow), *(g.to(wide) for g in grads)]
     exact = run(add_norm, copy.deepcopy(norm).double(), *(t.double() for t in given))
     plain, ours = run(add_norm, norm, *given), run(module.fused, norm, *given)
@@ -85,39 +95,136 @@ def test_under_autocast_the_norm_is_rounded_once() -> None:
 
 
 @kernel
-def test_gradients_of_any_layout_and_of_no_rows() -> None:
+def test_any_layout_and_no_rows() -> None:
     norm, hidden, x, d_total, d_out = problem(48, rows=6)
     norm.float()
     given = [hidden.float(), x.float(), d_total.float(), d_out.float()]
-    turned = [*given[:2], *(g.transpose(0, 1).contiguous().transpose(0, 1) for g in given[2:])]
+    turned = [g.transpose(0, 1).contiguous().transpose(0, 1) for g in given]
     for a, b in zip(run(module.fused, norm, *turned), run(module.fused, norm, *given), strict=True):
         assert torch.equal(a, b)
     _, _, d_hidden, d_x, d_weight, d_bias = run(module.fused, norm, *(g[:, :0] for g in given))
     assert d_hidden.numel() == d_x.numel() == 0 and not d_weight.any() and not d_bias.any()
 
 
-@kernel
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_compiled_model_takes_it(monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
-    """And has the loss and the gradients of the plain one."""
-    sizes = dict(vocab_size=61, hidden_size=48, num_hidden_layers=3, num_attention_heads=3, skip_logits=False)
+SIZES = dict(vocab_size=61, hidden_size=48, num_hidden_layers=3, num_attention_heads=3, skip_logits=False)
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, change=None, **inputs) -> tuple[int, int]:
+    """Loss and gradients of a model, changed as wanted, eager and compiled; how often the compiled one launched each of
+    the kernels that a backward pass has."""
+    torch._dynamo.reset()  # which takes it that all models of one shape have the hooks of the first
     torch.manual_seed(0)
-    model = RelPosForCausalLM(RelPosConfig(encoding="alibi", impl="reference", **sizes)).to(DEVICE).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
+    model = RelPosForCausalLM(RelPosConfig(encoding="alibi", impl="reference", **SIZES)).to(DEVICE).train()
+    if change is not None:
+        change(model)
     tokens = torch.randint(0, 61, (2, 19), device=DEVICE)
-    used: list[int] = []
-    launch = module._launch
-    monkeypatch.setattr(module, "_launch", lambda number, *how, **f: (used.append(number), launch(number, *how, **f)))
+    used: list[str] = []
+    for kind in (module, gelu):
+
+        def launch(number: int, *how, _real=kind._launch, _name=kind.__name__, **flags) -> None:
+            used.extend([_name] * number)
+            _real(number, *how, **flags)
+
+        monkeypatch.setattr(kind, "_launch", launch)
     found = []
-    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=not checkpointing)):
+    for call in (model, torch.compile(model, backend="aot_eager")):
         model.zero_grad()
-        loss = call(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        found.append([loss, *(p.grad for p in model.parameters())])
-    assert used.count(1) == 5  # all norms but the first, which adds nothing, and the last, behind the blocks
+        out = call(input_ids=tokens, labels=tokens, **inputs)
+        out.loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append([out.loss, *grads, *(out.hidden_states or ())])
+        if len(found) == 1:
+            assert not used
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    return used.count(module.__name__), used.count(gelu.__name__)
+
+
+@kernel
+def test_a_compiled_model_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All norms but the first, which adds nothing, and the last, behind the blocks."""
+    assert compare(monkeypatch) == (5, 3)
+
+
+def checkpoint(model: RelPosForCausalLM) -> None:
+    model.gradient_checkpointing_enable()
+
+
+def hooked(name: str):
+    def change(model: RelPosForCausalLM) -> None:
+        model.get_submodule(f"model.layers.1{name}").register_forward_hook(
+            lambda m, given, out: (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+        )
+
+    return change
+
+
+def patched(model: RelPosForCausalLM) -> None:
+    inner = model.model.layers[1].mlp.inner
+    inner.forward = lambda x: nn.functional.linear(x, inner.weight) * 3
+
+
+class Adapted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def adapted(model: RelPosForCausalLM) -> None:
+    model.model.layers[1].mlp.inner.__class__ = Adapted
+
+
+def bare(model: RelPosForCausalLM) -> None:
+    model.model.layers[1].mlp_norm = nn.LayerNorm(48, elementwise_affine=False, device=DEVICE)
+
+
+def foreign(model: RelPosForCausalLM) -> None:
+    model.model.layers[1].mlp_norm = nn.Identity()
+
+
+def frozen(model: RelPosForCausalLM) -> None:
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+
+
+@kernel
+@pytest.mark.parametrize(
+    "change, norms, gelus",
+    [
+        (checkpoint, 3, 3),  # blocks hand over the whole stream: checkpointing keeps one tensor of each
+        (hooked(""), 3, 3),
+        (hooked(".mlp.inner"), 5, 2),
+        (hooked(".mlp.act"), 5, 2),
+        (hooked(".attention_norm"), 4, 3),
+        (patched, 5, 2),
+        (adapted, 5, 2),
+        (bare, 4, 3),
+        (foreign, 4, 3),
+        (frozen, 3, 2),  # what no gradient passes through
+    ],
+)
+def test_modules_that_do_more_than_their_class_says_are_called(
+    monkeypatch: pytest.MonkeyPatch, change, norms: int, gelus: int
+) -> None:
+    assert compare(monkeypatch, change) == (norms, gelus)
+
+
+@kernel
+def test_hidden_states_of_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compare(monkeypatch, output_hidden_states=True) == (3, 3)
+
+
+def test_hidden_states_are_the_stream_between_the_blocks() -> None:
+    """Each is what the block behind it is given, and what a hook on the block before it sees."""
+    model = RelPosForCausalLM(RelPosConfig(encoding="alibi", **SIZES)).eval()
+    given, left = [], []
+    for block in model.model.layers:
+        block.register_forward_hook(lambda m, args, out: (given.append(args[0]), left.append(out[0]), None)[-1])
+    states = model(torch.randint(0, 61, (2, 19)), output_hidden_states=True).hidden_states
+    assert len(states) == 4 and len(given) == 3
+    for n in range(3):
+        assert torch.equal(states[n], given[n])
+    assert torch.equal(states[1], left[0]) and torch.equal(states[2], left[1])
+    assert torch.equal(states[3], model.model.norm(left[2]))
 
 
 @pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh"])
@@ -138,7 +245,7 @@ def test_gelu_of_gpt2(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_gelu_with_a_bias(size: int, dtype: str) -> None:
     """Value and gradients within twice the error of the plain form, both against float64."""
-    if dtype == "bfloat16" and module.interpreted():
+    if dtype == "bfloat16" and interpreted():
         pytest.skip("the interpreter cuts off what bfloat16 rounds")
     torch.manual_seed(0)
     given = [
@@ -158,5 +265,8 @@ def test_gelu_with_a_bias(size: int, dtype: str) -> None:
     for a, b, e in zip(run(gelu.fused, *given), run(plain, *given), exact, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         assert (a.double() - e).norm() <= 2 * (b.double() - e).norm() + 1e-6 * e.norm()
+    turned = [*(t.transpose(0, 1).contiguous().transpose(0, 1) for t in given[:2]), given[2]]
+    for a, b in zip(run(gelu.fused, *turned), run(gelu.fused, *given), strict=True):
+        assert torch.equal(a, b)
     empty = run(gelu.fused, *(t[:, :0] for t in given[:2]), given[2])
     assert empty[1].numel() == 0 and not empty[2].any()

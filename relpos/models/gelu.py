@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relpos.attention.fused import installed, interpreted
+from relpos.models.compiled import plain, takes
 
 BLOCK = 64  # rows and columns of a program
 TWICE = 2 * math.sqrt(2 / math.pi)
@@ -28,23 +28,15 @@ class TanhGELU(nn.Module):
 
     def behind(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """Of the output of a linear layer."""
-        if torch.compiler.is_compiling() and serves(linear, x):
-            return fused(F.linear(x, linear.weight), linear.bias)
+        if torch.compiler.is_compiling() and plain(self, TanhGELU) and plain(linear, nn.Linear):
+            if linear.bias is not None and takes(x, linear.weight):
+                return fused(F.linear(x, linear.weight), linear.bias)
         return self(linear(x))
 
 
 def _gelu(x: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return wide * torch.sigmoid(wide * (TWICE + CUBE * wide * wide))
-
-
-def serves(linear: nn.Linear, x: Tensor) -> bool:
-    """Whether the kernel can take them, and whether there is a gradient for it. A layer that is no plain Linear (an
-    adapter, a quantised one) computes more than its weight says."""
-    if type(linear) is not nn.Linear or linear.bias is None:
-        return False
-    known = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (x, linear.weight))
-    return (x.is_cuda and installed() or interpreted()) and known and torch.is_grad_enabled()
 
 
 def fused(x: Tensor, bias: Tensor) -> Tensor:
@@ -59,8 +51,9 @@ def _kernels() -> Any:
 
     @triton.jit
     def gelu_forward(X, Bias, Out, rows, size, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
-        n = tl.program_id(0) * N + tl.arange(0, N)[None, :]
-        row = (tl.program_id(1) * N + tl.arange(0, N)[:, None]).to(tl.int64)
+        columns = tl.cdiv(size, N)
+        n = tl.program_id(0) % columns * N + tl.arange(0, N)[None, :]
+        row = (tl.program_id(0) // columns).to(tl.int64) * N + tl.arange(0, N)[:, None]
         at = row * size + n
         ok = (row < rows) & (n < size)
         x = tl.load(X + at, mask=ok, other=0.0).to(tl.float32)
@@ -69,8 +62,9 @@ def _kernels() -> Any:
 
     @triton.jit
     def gelu_backward(D, X, Bias, Grad, Sums, rows, size, A: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
-        n = tl.program_id(0) * N + tl.arange(0, N)[None, :]
-        row = (tl.program_id(1) * N + tl.arange(0, N)[:, None]).to(tl.int64)
+        columns = tl.cdiv(size, N)
+        n = tl.program_id(0) % columns * N + tl.arange(0, N)[None, :]
+        row = (tl.program_id(0) // columns).to(tl.int64) * N + tl.arange(0, N)[:, None]
         at = row * size + n
         ok = (row < rows) & (n < size)
         d = tl.load(D + at, mask=ok, other=0.0).to(tl.float32)
@@ -79,7 +73,11 @@ def _kernels() -> Any:
         s = tl.sigmoid(x * (A + B * x * x))
         grad = (d * s * (1 + x * (1 - s) * (A + 3 * B * x * x))).to(Grad.dtype.element_ty)
         tl.store(Grad + at, grad, mask=ok)
-        tl.store(Sums + tl.program_id(1) * size + n, tl.sum(grad.to(tl.float32), 0)[None, :], mask=n < size)
+        tl.store(
+            Sums + (tl.program_id(0) // columns).to(tl.int64) * size + n,
+            tl.sum(grad.to(tl.float32), 0)[None, :],
+            mask=n < size,
+        )
 
     return gelu_forward, gelu_backward
 
@@ -90,8 +88,8 @@ def _launch(number: int, *tensors: Tensor) -> None:
     rows = x.numel() // size
     with torch.cuda.device_of(x):  # Triton launches on the current device
         if rows:
-            grid = (-(-size // BLOCK), -(-rows // BLOCK))
-            _kernels()[number][grid](*tensors, rows, size, A=TWICE, B=CUBE, N=BLOCK, num_warps=4)
+            programs = -(-size // BLOCK) * -(-rows // BLOCK)
+            _kernels()[number][(programs,)](*tensors, rows, size, A=TWICE, B=CUBE, N=BLOCK, num_warps=4)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -137,4 +135,4 @@ def _gradient(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor]:
 
 _bias_gelu.register_autograd(_gradient, setup_context=_save)
 
-__all__ = ["TanhGELU", "fused", "serves"]
+__all__ = ["TanhGELU", "fused"]

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from relpos.errors import UserError
 from relpos.models.base import RelPosPreTrainedModel, embedded
+from relpos.models.compiled import plain
 from relpos.models.config import RelPosConfig
 from relpos.models.convert import Copy, source_model
 from relpos.models.layers import MLP, Attention
@@ -37,17 +38,19 @@ class GPTBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden: Tensor,
-        more: Tensor | None,
         plan: Plan,
         past_key_values: Cache | None = None,
         need_weights: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The residual stream behind attention, what the feed-forward layer adds to it, and attention's weights.
-        `more` is what the block before adds to `hidden`: sums are left to the norm that follows."""
+        more: Tensor | None = None,
+        apart: bool = False,
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None]:
+        """The residual stream and attention's weights. If `apart`, what the feed-forward layer adds to the stream comes
+        by itself, before the weights: the next block takes it as `more`, and adds it with its first norm."""
         hidden, normed = add_norm(hidden, more, self.attention_norm)
         out, weights = self.attention(normed, plan, past_key_values, need_weights)
         hidden, normed = add_norm(hidden, self.dropout(out), self.mlp_norm)
-        return hidden, self.dropout(self.mlp(normed)), weights
+        out = self.dropout(self.mlp(normed))
+        return (hidden, out, weights) if apart else (hidden + out, weights)
 
 
 class RelPosGPT(RelPosPreTrainedModel):
@@ -105,14 +108,19 @@ class RelPosModel(RelPosGPT):
         hidden = self.dropout(self.encodings.embed(hidden, layout))
         trace = self._trace(output_hidden_states, output_attentions)
         trace.add(hidden)
-        more = None
-        for block, plan in zip(self.layers, plans, strict=True):
-            if more is not None and trace.hidden_states is not None:
-                trace.add(hidden + more)
+        # Who looks at a block finds the whole stream behind it, and checkpointing keeps one tensor of each.
+        watched = trace.hidden_states is not None or not all(plain(block, GPTBlock) for block in self.layers)
+        apart = torch.compiler.is_compiling() and not watched and not (self.gradient_checkpointing and self.training)
+        more: dict[str, Any] = {}
+        for number, (block, plan) in enumerate(zip(self.layers, plans, strict=True), 1):
+            last = number == len(self.layers)
+            if apart:
+                more["apart"] = not last
             need = trace.attentions is not None
-            hidden, more, weights = block(hidden, more, plan, past_key_values=cache, need_weights=need)
-            trace.add(None, weights)
-        hidden = self.norm(hidden if more is None else hidden + more)
+            hidden, *rest, weights = block(hidden, plan, past_key_values=cache, need_weights=need, **more)
+            more = {"more": rest[0]} if rest else {}
+            trace.add(None if last else hidden, weights)
+        hidden = self.norm(hidden)
         trace.add(hidden)
         output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache, **trace.results())
         return output if self._as_dict(return_dict) else output.to_tuple()

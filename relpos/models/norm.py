@@ -19,7 +19,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from relpos.attention.fused import installed, interpreted
+from relpos.models.compiled import plain, takes
 
 PROGRAMS = 396  # three for each processor of an H200; each leaves a row of sums
 
@@ -28,17 +28,12 @@ def add_norm(hidden: Tensor, x: Tensor | None, norm: nn.LayerNorm) -> tuple[Tens
     """`hidden + x`, and that normed."""
     if x is None:
         return hidden, norm(hidden)
-    if torch.compiler.is_compiling() and serves(hidden, x, norm):
-        return fused(hidden, x, norm)
+    wanted = hidden.requires_grad or x.requires_grad
+    if torch.compiler.is_compiling() and wanted and plain(norm, nn.LayerNorm) and norm.weight is not None:
+        if takes(hidden, x, norm.weight):
+            return fused(hidden, x, norm)
     hidden = hidden + x
     return hidden, norm(hidden)
-
-
-def serves(hidden: Tensor, x: Tensor, norm: nn.LayerNorm) -> bool:
-    """Whether the kernels can take them, and whether there is a gradient, which is what they gain on."""
-    known = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (hidden, x, norm.weight))
-    here = hidden.is_cuda and installed() or interpreted()
-    return here and known and type(norm) is nn.LayerNorm and torch.is_grad_enabled() and hidden.requires_grad
 
 
 def fused(hidden: Tensor, x: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
@@ -189,4 +184,4 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["add_norm", "fused", "serves"]
+__all__ = ["add_norm", "fused"]

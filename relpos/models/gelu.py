@@ -110,17 +110,20 @@ def _(x: Tensor, bias: Tensor) -> Tensor:
 
 @torch.library.custom_op("relpos::bias_gelu_backward", mutates_args=())
 def _backward(d: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and, float32, of the bias."""
-    size = x.shape[-1]
-    grad = _like(x)
-    sums = bias.new_empty(-(-x.numel() // (size * BLOCK)), size, dtype=torch.float32)
-    _launch(1, d.contiguous(), x.contiguous(), bias, grad, sums)
-    return grad, sums.sum(0)
+    """Gradient of x, and parts of the sum over rows for the bias, float32 [blocks of rows, size]."""
+    grad, parts = _gradients(x, bias)
+    _launch(1, d.contiguous(), x.contiguous(), bias, grad, parts)
+    return grad, parts
 
 
 @_backward.register_fake
 def _(d: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    return _like(x), bias.new_empty(x.shape[-1], dtype=torch.float32)
+    return _gradients(x, bias)
+
+
+def _gradients(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = -(-x.numel() // (x.shape[-1] * BLOCK))
+    return _like(x), bias.new_empty(blocks, x.shape[-1], dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -129,8 +132,8 @@ def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _gradient(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor]:
     x, bias = ctx.saved_tensors
-    grad, of_bias = _backward(d, x, bias)
-    return grad, of_bias.to(bias.dtype)
+    grad, parts = _backward(d, x, bias)
+    return grad, parts.sum(0).to(bias.dtype)  # here, where it is compiled too
 
 
 _bias_gelu.register_autograd(_gradient, setup_context=_save)

@@ -141,14 +141,13 @@ def _(hidden, x, weight, bias, eps, dtype):  # type: ignore[no-untyped-def]
 def _backward(
     d_total: Tensor, d_out: Tensor, total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, of_x: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of the total; the same in `of_x`, empty where that is no other dtype; sums over rows for the weight and
-    the bias, float32 [2, size]."""
-    size, rows = total.shape[-1], mean.numel()
-    grad, rounded, _ = _gradients(total, weight, of_x)
-    sums = weight.new_empty(min(rows, PROGRAMS), 2, size, dtype=torch.float32)
-    given = [d_total.contiguous(), d_out.contiguous(), total, mean, rstd, weight, grad, rounded, sums]
-    _launch(1, sums.shape[0], given, rows, size, N=_power(size), TWICE=rounded.numel() > 0)
-    return grad, rounded, sums.sum(0)
+    """Gradient of the total; the same in `of_x`, empty where that is no other dtype; parts of the sums over rows for
+    the weight and the bias, float32 [PROGRAMS, 2, size]."""
+    _, rounded, _ = results = _gradients(total, weight, of_x)
+    size = total.shape[-1]
+    given = [d_total.contiguous(), d_out.contiguous(), total, mean, rstd, weight, *results]
+    _launch(1, PROGRAMS, given, mean.numel(), size, N=_power(size), TWICE=rounded.numel() > 0)
+    return results
 
 
 @_backward.register_fake
@@ -157,9 +156,8 @@ def _(d_total, d_out, total, mean, rstd, weight, of_x):  # type: ignore[no-untyp
 
 
 def _gradients(total: Tensor, weight: Tensor, of_x: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    grad = _like(total)
     rounded = _like(total if of_x != total.dtype else total[:0], of_x)
-    return grad, rounded, weight.new_empty(2, total.shape[-1], dtype=torch.float32)
+    return _like(total), rounded, weight.new_empty(PROGRAMS, 2, total.shape[-1], dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -172,7 +170,8 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _gradient(ctx: Any, d_total: Tensor, d_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     total, mean, rstd, weight = ctx.saved_tensors
     of_hidden, of_x, of_bias = ctx.dtypes
-    grad, rounded, sums = _backward(d_total, d_out, total, mean, rstd, weight, of_x)
+    grad, rounded, parts = _backward(d_total, d_out, total, mean, rstd, weight, of_x)
+    sums = parts.sum(0)  # here, where it is compiled too
     d_bias = None if of_bias is None else sums[1].to(of_bias)
     return grad.to(of_hidden), rounded if of_x != total.dtype else grad, sums[0].to(weight.dtype), d_bias, None, None
 

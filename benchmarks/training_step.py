@@ -190,7 +190,7 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
     if cuda:
         row["peak_gib"] = (torch.cuda.max_memory_allocated() - left) / 2**30
         if job.kernels:
-            row["kernels"] = longest(step, job.kernels)
+            row["kernels_ms"], row["kernels"] = longest(step, job.kernels)
     if "train_tokens_per_s" in row:
         row["train_ratio"] = row["train_tokens_per_s"] / row["tokens_per_s"]
         row["train_mean_ratio"] = row["train_mean_tokens_per_s"] / row["tokens_per_s"]
@@ -199,8 +199,8 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
     return row
 
 
-def longest(step: Callable[[], None], count: int) -> dict[str, float]:
-    """Milliseconds of a step that its most expensive kernels take."""
+def longest(step: Callable[[], None], count: int) -> tuple[float, dict[str, float]]:
+    """Milliseconds of a step that the GPU is busy, and those of its most expensive kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -209,7 +209,8 @@ def longest(step: Callable[[], None], count: int) -> dict[str, float]:
     took: dict[str, float] = {}
     for event in found.key_averages():
         took[event.key[:90]] = took.get(event.key[:90], 0.0) + event.self_device_time_total / 3e3
-    return {name: round(took[name], 3) for name in sorted(took, key=lambda name: -took[name])[:count]}
+    most = sorted(took, key=lambda name: -took[name])[:count]
+    return sum(took.values()), {name: round(took[name], 3) for name in most}
 
 
 class Clock:

@@ -30,6 +30,7 @@ TARGETS: dict[str, float | None] = {
 TARGET_LENGTHS = (1024, 4096, 16384)
 MEMORY = 1.2  # of flash's
 TRAIN = 0.97  # of the bare step's speed
+BUSY = 0.9  # of a step; less is worth a word
 # Of the encodings, one for each way that a bias reaches the kernels; and what the peers, in grey, leave of the colours.
 DRAWN = ("rope", "alibi", "cable", "t5", "kerple", "fire", "inkling")
 COLOURS = tuple(colour for colour in curves.COLOURS if colour != "#000000")
@@ -366,7 +367,10 @@ def _notes(rows: list[Row]) -> dict[str, str]:
     """What the file says of some of its rows, and of which."""
     found: dict[str, list[str]] = {}
     for r in rows:
-        for note in (r.get("note"), r.get("error") and f"Failed: {' '.join(r['error'].split())[:120]}"):
+        waited = None
+        if r.get("kernels_ms") and r["kernels_ms"] < BUSY * r["ms"]:
+            waited = f"The GPU waited for the host: its kernels take {r['kernels_ms']:.1f} of {r['ms']:.1f} ms"
+        for note in (r.get("note"), waited, r.get("error") and f"Failed: {' '.join(r['error'].split())[:120]}"):
             if note:
                 found.setdefault(note[0].upper() + note[1:], []).append(f"`{r['encoding']}` at {r['length']:,}")
     return {note: ", ".join(names) for note, names in found.items()}

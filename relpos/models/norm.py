@@ -4,7 +4,7 @@ In a compiled training step on a GPU each of their two passes is one Triton kern
 gradients of both, the sum and two numbers a row, and writes the gradient of the sum, once for the stream and once
 rounded for what made x. What torch.compile makes of it keeps the normed rows in float32 beside the sum, and writes the
 second copy and the sums over rows in kernels of their own (H200, 32,768 rows of 768 in float32 and bfloat16: 96 us
-forward and 166 backward; here 75 and 113).
+forward and 166 backward; here 73 and 108).
 
 Operators with a gradient of their own, not torch.autograd.Function: torch 2.11 compiles one that saves its inputs or
 its results so that gradients which reach it on another way are lost.

@@ -53,7 +53,7 @@ def run(how, norm: nn.LayerNorm, hidden: Tensor, x: Tensor, d_total: Tensor, d_o
 
 
 @kernel
-@pytest.mark.parametrize("size, bias", [(48, True), (64, False), (129, True), (768, True)])
+@pytest.mark.parametrize("size, bias", [(48, True), (64, False), (129, True), (768, True), (2100, True)])
 @pytest.mark.parametrize(
     "stream, added",
     [

@@ -75,14 +75,15 @@ def _kernels() -> Any:
 
     @triton.jit
     def norm_backward(
-        DTotal, DOut, Total, Mean, Rstd, Weight, Grad, Rounded, Sums, rows, size, N: tl.constexpr, TWICE: tl.constexpr
+        DTotal, DOut, Total, Mean, Rstd, Weight, Grad, Rounded, Sums, rows, size,
+        N: tl.constexpr, TWICE: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
         n = tl.arange(0, N)
         ok = n < size
         weight = tl.load(Weight + n, mask=ok, other=0.0).to(tl.float32)
         of_weight = tl.zeros((N,), tl.float32)
         of_bias = tl.zeros((N,), tl.float32)
-        for i in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=3):
+        for i in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
             row = tl.full((), i, tl.int64)
             at = row * size + n
             d = tl.load(DOut + at, mask=ok, other=0.0).to(tl.float32)
@@ -108,7 +109,7 @@ def _launch(number: int, programs: int, tensors: Sequence[Tensor | None], *numbe
     given = [tensors[0] if x is None else x for x in tensors]  # a pointer that is never read
     with torch.cuda.device_of(given[0]):  # Triton launches on the current device
         if programs:
-            _kernels()[number][(programs,)](*given, *numbers, num_warps=4, **flags)
+            _kernels()[number][(programs,)](*given, *numbers, **flags)
 
 
 def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -128,7 +129,7 @@ def _add_norm(
     results = _results(hidden, x, dtype)
     size = hidden.shape[-1]
     given = [hidden.contiguous(), x.contiguous(), weight, bias, *results]
-    _launch(0, results[2].numel(), given, size, eps, N=_power(size), BIAS=bias is not None)
+    _launch(0, results[2].numel(), given, size, eps, **_block(size), BIAS=bias is not None)
     return results
 
 
@@ -146,7 +147,8 @@ def _backward(
     _, rounded, _ = results = _gradients(total, weight, of_x)
     size = total.shape[-1]
     given = [d_total.contiguous(), d_out.contiguous(), total, mean, rstd, weight, *results]
-    _launch(1, PROGRAMS, given, mean.numel(), size, N=_power(size), TWICE=rounded.numel() > 0)
+    stages = 3 if size <= 2048 else 1  # rows on their way take 24 bytes an entry of shared memory
+    _launch(1, PROGRAMS, given, mean.numel(), size, **_block(size), TWICE=rounded.numel() > 0, STAGES=stages)
     return results
 
 
@@ -179,8 +181,10 @@ def _gradient(ctx: Any, d_total: Tensor, d_out: Tensor, *_: Any) -> tuple[Tensor
 _add_norm.register_autograd(_gradient, setup_context=_save)
 
 
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+def _block(size: int) -> dict[str, int]:
+    """A power of two that holds a row, and warps for it."""
+    N = 1 << (size - 1).bit_length()
+    return {"N": N, "num_warps": min(32, max(4, N // 512))}
 
 
 __all__ = ["add_norm", "fused"]

@@ -215,6 +215,23 @@ def test_modules_that_do_more_than_their_class_says_are_called(
 
 
 @kernel
+def test_inside_torch_func_the_modules_are_called() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = RelPosForCausalLM(RelPosConfig(encoding="alibi", impl="reference", **SIZES)).to(DEVICE).train()
+    tokens = torch.randint(0, 61, (2, 19), device=DEVICE)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, kwargs={"input_ids": tokens, "labels": tokens}).loss
+
+    eager = torch.func.grad(loss)(weights)
+    compiled = torch.compile(torch.func.grad(loss), backend="aot_eager")(weights)
+    for name, grad in eager.items():
+        torch.testing.assert_close(compiled[name], grad, rtol=1e-4, atol=1e-6)
+
+
+@kernel
 def test_hidden_states_of_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare(monkeypatch, output_hidden_states=True) == (3, 3)
 

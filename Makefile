@@ -55,8 +55,8 @@ endef
 test: $(STAMP)  ## all tests
 	@$(BROWSER)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q --ignore tests/test_fused.py
-	@OMP_NUM_THREADS=1 $(INTERPRET) $(BIN)/python -m pytest -n $(JOBS) -q tests/test_fused.py tests/test_loss.py tests/test_norm.py \
-		tests/test_evaluation.py::test_implementations_agree_with_the_dense_one
+	@OMP_NUM_THREADS=1 $(INTERPRET) $(BIN)/python -m pytest -n $(JOBS) -q tests/test_fused.py tests/test_loss.py \
+		tests/test_norm.py tests/test_evaluation.py::test_implementations_agree_with_the_dense_one
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

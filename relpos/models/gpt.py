@@ -111,14 +111,13 @@ class RelPosModel(RelPosGPT):
         # Who looks at a block finds the whole stream behind it, and checkpointing keeps one tensor of each.
         watched = trace.hidden_states is not None or not all(plain(block, GPTBlock) for block in self.layers)
         apart = torch.compiler.is_compiling() and not watched and not (self.gradient_checkpointing and self.training)
-        more: dict[str, Any] = {}
+        more = None
         for number, (block, plan) in enumerate(zip(self.layers, plans, strict=True), 1):
             last = number == len(self.layers)
-            if apart:
-                more["apart"] = not last
+            sums = {"more": more, "apart": not last} if apart else {}
             need = trace.attentions is not None
-            hidden, *rest, weights = block(hidden, plan, past_key_values=cache, need_weights=need, **more)
-            more = {"more": rest[0]} if rest else {}
+            hidden, *rest, weights = block(hidden, plan, past_key_values=cache, need_weights=need, **sums)
+            more = rest[0] if rest else None
             trace.add(None if last else hidden, weights)
         hidden = self.norm(hidden)
         trace.add(hidden)

@@ -51,7 +51,7 @@ def small_blocks(monkeypatch):
     """Blocks small enough that a short text has full, masked and far tiles."""
     if not GPU:
         blocks = {"backward_k": (16, 32, 4, 1, 0), "profile_gradient": (fused.PARTS, fused.PARTS, 4, 1, 0)}
-        blocks |= dict.fromkeys(("backward_distance", "backward_bank"), (16, 16, 4, 1, 0))
+        blocks["backward_distance"] = (16, 16, 4, 1, 0)
 
         def small(kernel: str, q: torch.Tensor, kind: int) -> fused.Blocks:
             return blocks.get(kernel, (16, 16, 4, 1, 0) if kind == fused.BANK else (32, 16, 4, 1, 0))
@@ -408,6 +408,36 @@ def test_the_operator_is_well_formed():
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(fused._attend, (*arguments, 0, 0), test_utils=checks)
     torch.library.opcheck(fused._attend, (packed, None, None, *arguments[3:], 2, 16), test_utils=checks)
+
+
+@pytest.mark.parametrize("rank", [20, 64, 128])
+def test_banks_of_many_profiles(rank):
+    """Whose tiles need the most shared memory."""
+    compare(f"inkling:rank={rank},length=40", HALF)
+
+
+def test_a_bank_beside_small_products():
+    """In float16 the bias may not be divided by a small scale on its way."""
+    ours = attend("inkling:rank=16", torch.float16, "fused", scale=1e-5)
+    exact = attend("inkling:rank=16", torch.float16, "exact", scale=1e-5)
+    for name, truth in exact.items():
+        assert (ours[name].double() - truth).norm() <= 1e-2 * truth.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("spec", ["cable", "kerple", "t5", "fire:width=4", "inkling:rank=2,length=8", "inkling"])
+def test_gradients_are_laid_out_as_promised(spec, monkeypatch):
+    """A compiled model plans with the strides that the fake operator gives."""
+    seen = []
+    backward = fused._backward
+    monkeypatch.setattr(fused, "_backward", lambda *given: [seen.append(given), backward(*given)][1])
+    encoding = build(spec, heads=2, head_dim=16).to(DEVICE)
+    q, k, v = (torch.randn(1, 2, 20, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    hidden = torch.randn(1, 20, 32, device=DEVICE)
+    relpos.attention(q, k, v, encoding, hidden=hidden, impl="fused").sum().backward()
+    *given, wants = seen[0]
+    assert wants
+    arguments = (*(x.detach() if isinstance(x, torch.Tensor) else x for x in given), 0, 0, wants)
+    torch.library.opcheck(fused._attend_backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("spec", ["cable", "kerple", "rope"])

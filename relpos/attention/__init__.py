@@ -76,6 +76,8 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with q and k already rotated. q [B,H,Tq,D], k and v [B,Hkv,Tk,D]. `packed`: the tensor [B, T, width] that
     all three are views of, where they are."""
+    if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+        raise UserError(f"scale must be a number above 0, not {scale!r}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     how, _ = choose(impl, q, k, terms, layout, rescores=rescore is not None, return_weights=return_weights)
     if how == "reference":
@@ -208,8 +210,6 @@ def attention(
     for what, given in (("attention sinks", sinks), ("soft-capping", softcap), ("attention dropout", dropout or None)):
         if given is not None:
             raise UserError(f"{what} is not supported: the kernels drop what is constant along a row of scores")
-    if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
-        raise UserError(f"scale must be a number above 0, not {scale!r}")
     q, k, terms, layout, rescore = _ready(
         q,
         k,

@@ -27,6 +27,7 @@ from relpos.terms import Bank, Distance, Layout, Potential, Profile, Slope, Term
 LOG2E = math.log2(math.e)
 PROGRAMS = 1056  # enough to fill a large GPU several times over
 TILES = 16  # of a diagonal that are worth a program
+SHARES = 1 << 28  # bytes of the shares in which a bank's gradient is summed, at most
 PARTS = 32  # in which the sums over the pieces of a profile are taken
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
 ALL, FIRST, REST = range(3)
@@ -101,6 +102,12 @@ def unsupported(terms: list[Term], layout: Layout, *, rescores: bool = False) ->
     return None
 
 
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """On which programs run side by side."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 # Block sizes by kernel, for heads of up to 64 and up to 128 features: BM, BN, warps, stages, registers a thread (0: as
 # the compiler likes). Tuned on an H200 with benchmarks/tune.py. Fewer registers let more programs share a processor.
 Blocks = tuple[int, int, int, int, int]
@@ -109,7 +116,6 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
     "backward_q": ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     "backward_k": ((32, 64, 4, 3, 128), (32, 64, 4, 2, 0)),
     "backward_distance": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
-    "backward_bank": ((64, 64, 4, 2, 0), (64, 64, 4, 2, 0)),
     "profile_table": ((64, 64, 4, 1, 0), (64, 64, 4, 1, 0)),
     "profile_parts": ((16, 16, 4, 1, 0), (16, 16, 4, 1, 0)),
     "profile_gradient": ((PARTS, PARTS, 4, 1, 0), (PARTS, PARTS, 4, 1, 0)),
@@ -124,9 +130,9 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
     ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     ("backward_q", KNOTTED): ((64, 64, 4, 2, 0), (64, 32, 4, 2, 0)),
     ("backward_k", KNOTTED): ((32, 64, 4, 3, 168), (32, 64, 4, 2, 0)),
-    ("forward", BANK): ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
-    ("backward_q", BANK): ((64, 64, 4, 2, 0), (64, 64, 8, 2, 0)),
-    ("backward_k", BANK): ((64, 64, 4, 2, 0), (32, 64, 4, 2, 0)),
+    ("forward", BANK): ((64, 64, 4, 2, 168), (64, 64, 4, 2, 0)),
+    ("backward_q", BANK): ((64, 64, 4, 3, 0), (64, 64, 8, 2, 0)),
+    ("backward_k", BANK): ((64, 64, 4, 3, 0), (32, 64, 4, 2, 0)),
 }
 
 
@@ -138,7 +144,7 @@ def _blocks(kernel: str, q: Tensor, kind: int) -> Blocks:
     if kernel.startswith("profile"):
         return _BLOCKS[kernel][0]
     if q.dtype == torch.float32:  # tiles twice as large, and not fed to the tensor cores
-        return (64, 32, 4, 1, 0) if kernel == "forward" and q.shape[-1] <= 64 else (32, 32, 4, 1, 0)
+        return (64, 32, 4, 1, 0) if kernel == "forward" and q.shape[-1] <= 64 and kind != BANK else (32, 32, 4, 1, 0)
     large = q.shape[-1] > 64
     length, blocks = _LONG.get((kernel, kind), (0, None))
     if blocks and not large and q.shape[2] >= length:
@@ -182,9 +188,9 @@ class _Call:
             size = a.shape[1]
             more["HAS_FAR"] = rows == ALL
         elif kind == BANK:
-            strides[0] = 0 if c.shape[0] == 1 else c.stride(0)
-            size = d.shape[1]
-            more |= {"RANK": b.shape[0], "RP": d.shape[0], "HAS_FAR": True}
+            strides[:3] = a.stride()[:3]
+            size = c.shape[1]
+            more |= {"RP": c.shape[0], "HAS_FAR": True, "RAW": True}
         if rows != ALL:
             strides[3] = int(first.numel() > 1)
         self.reach = b.shape[1] if kind == BANK else size - origin - (kind == DISTANCE)
@@ -210,6 +216,7 @@ class _Call:
         flags."""
         blocks = self.blocks(kernel)
         *_, warps, stages, registers = blocks
+        stages = min(stages, 2) if self.flags.get("RP", 0) > 64 else stages  # more would not fit
         options: dict[str, int] = {"num_warps": warps, "num_stages": stages}
         if registers and torch.version.cuda:
             options["maxnreg"] = registers
@@ -276,26 +283,30 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
 
     gated = c is not None and kind in (POTENTIAL, LOG)
     knots = kind == PROFILE and c.numel() > 0
-    rank = (b.shape[0],) if kind == BANK else ()
-    by_query = maybe(kind in (LOG, BANK) or knots or (kind == POTENTIAL and not causal), *lse.shape, *rank)
+    by_query = maybe(kind == LOG or knots or (kind == POTENTIAL and not causal), *lse.shape)
     by_gate = maybe(gated, *lse.shape)
     rows = lse.new_empty(*lse.shape, 4)
     at_keys = kind not in (DISTANCE, BANK) and not knots
     by_key = maybe(at_keys, call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE and not knots, call.B, call.H, call.Tk)
-    blocks = -(-call.Tq // call.blocks("backward_q")[0])
-    bends = lse.new_empty(call.B, a.numel(), blocks, 2, call.flags["KP"]) if knots else delta
-    pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
-    for part in calls:
-        QM = part.blocks("backward_q")[0]
-        part.launch(
-            "backward_q", (-(-call.Tq // QM), call.B * call.H),
-            [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, pieces, bends],
-            [q, k, v, out, do, dq],
-            [scale, part.reach], GRAD=grad,
-        )  # fmt: skip
     QM, of_keys = call.blocks("backward_q")[0], call.blocks("backward_k")
     assert QM % of_keys[0] == 0 and all(part.blocks("backward_q")[0] == QM for part in calls)
+    blocks = -(-call.Tq // QM)
+    bends = lse.new_empty(call.B, a.numel(), blocks, 2, call.flags["KP"]) if knots else delta
+    pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
+    grid, by_bank = (blocks, call.B * call.H), delta
+    if kind == BANK and grad:
+        by_query = _like(a)
+        shape = min(call.reach, call.Tk), call.flags["RP"]  # of the bank's gradient, of which each program sums a share
+        shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
+        grid = (min(shares, grid[0] * grid[1]), 1)
+        by_bank = lse.new_empty(grid[0], *shape)
+    for part in calls:
+        part.launch(
+            "backward_q", grid,
+            [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends],
+            [q, k, v, out, do, dq], [scale, part.reach, call.B], GRAD=grad,
+        )  # fmt: skip
     table, others = delta, None
     if len(calls) > 1:  # the first queries of a profile come in the same launch
         table, others = calls[0].term[2], calls[0].flagged(of_keys, QM=QM)
@@ -345,24 +356,25 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     elif kind == DISTANCE and wants:
         grads[A] = _distance_gradient(call, inputs, a)
     elif kind == BANK:
-        if wants & A:
-            grads[A] = by_query.sum(0, keepdim=True) if a.shape[0] == 1 and call.B > 1 else by_query
+        grads[A] = by_query
         if wants & B_:
-            grads[B_] = _bank_gradient(call, inputs, b)
+            sums = by_bank.sum(0).unflatten(1, (4, -1, 2)).transpose(1, 2).flatten(1)  # as `_add_to_bank` keeps it
+            grads[B_] = lse.new_zeros(b.shape)
+            grads[B_][:, : sums.shape[0]] = sums[:, : b.shape[0]].T
     # An operator's results may not be one tensor twice, nor one of its inputs.
     return (dq, dk, dv, *[grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E)])
 
 
-def _diagonals(call: _Call, kernel: str, last: int) -> tuple[int, int, int, int]:
+def _diagonals(call: _Call, last: int) -> tuple[int, int, int, int]:
     """Size of a block; block diagonals before the main one and in all, for distances up to `last`; shares of each."""
-    n = call.blocks(kernel)[0]
+    n = call.blocks("backward_distance")[0]
     before = 0 if call.flags["CAUSAL"] else -(-call.Tk // n)
     count = -(-last // n) + 1 + before
-    tiles = call.B * -(-call.Tq // n) * (call.H if call.kind == BANK else 1)  # of the longest diagonal
+    tiles = call.B * -(-call.Tq // n)  # of the longest diagonal
     # Diagonals of a table differ most in length, and many are short: more programs, so that none is the last. Those of
     # first queries are shorter still, by how much only the device knows.
-    programs = PROGRAMS * (3 if call.kind == DISTANCE and call.flags["ROWS"] == ALL else 1)
-    most = -(-programs // (count * (1 if call.kind == BANK else call.H)))
+    programs = PROGRAMS * (3 if call.flags["ROWS"] == ALL else 1)
+    most = -(-programs // (count * call.H))
     return n, before, count, max(1, min(-(-tiles // TILES), most))
 
 
@@ -378,7 +390,7 @@ def _by_distance(x: Tensor, n: int) -> Tensor:
 def _diagonal_sums(call: _Call, inputs: list[Tensor], last: int) -> tuple[Tensor, int]:
     """dS summed by block diagonal, for distances up to `last`, [shares, H, diagonals, 2 n]; how many of the diagonals
     lie before the main one."""
-    n, before, count, shares = _diagonals(call, "backward_distance", last)
+    n, before, count, shares = _diagonals(call, last)
     out = inputs[4].new_empty(shares, call.H, count, 2 * n)
     call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4], [call.B, -before])
     return out, before
@@ -402,17 +414,6 @@ def _distance_gradient(call: _Call, inputs: list[Tensor], values: Tensor) -> Ten
         grad[:, 0].add_(sums[:, :low].sum(1))
     if far:
         grad[:, -1] = -grad[:, :-1].sum(1)
-    return grad
-
-
-def _bank_gradient(call: _Call, inputs: list[Tensor], bank: Tensor) -> Tensor:
-    size = min(bank.shape[1], call.Tk)
-    n, before, count, shares = _diagonals(call, "backward_bank", size - 1)
-    out = inputs[4].new_empty(shares, count, 2 * n, call.flags["RP"])
-    call.launch("backward_bank", (count, shares), [*inputs, out], inputs[:4], [call.B, -before])
-    line = _by_distance(out.sum(0), n)[(before + 1) * n :][:size, : bank.shape[0]]
-    grad = line.new_zeros(bank.shape)
-    grad[:, : line.shape[0]] = line.T
     return grad
 
 
@@ -459,6 +460,8 @@ def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, low: _T, a: 
 def _(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale,
       sure, heads, size, wants):  # fmt: skip
     terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e))]
+    if kind == BANK and wants & A:
+        terms[0] = _like(a)
     if k is None:
         return (torch.empty_like(q), lse.new_empty(0), lse.new_empty(0), *terms)
     return (_like(q), _like(k), _like(v), *terms)
@@ -503,18 +506,21 @@ BANK_BEFORE = 128  # as in kernels.py
 BANK_BEHIND = 256  # at least as many as a tile has distances
 
 
-def _for_products(term: Bank, dtype: torch.dtype) -> list[Tensor]:
-    """The rows and the bank as the kernels multiply them: of their dtype, 16 profiles or the next power of two, and
-    zeros around the bank. Gradients do not come this way."""
+def _for_products(term: Bank, scale: float, dtype: torch.dtype, B: int) -> tuple[Tensor, Tensor]:
+    """The rows, each text's own, and the bank as the kernels multiply them: of their dtype, 16 profiles or the next
+    power of two, and zeros around the bank. Its gradient does not come this way."""
     rank, size = term.bank.shape
     more = max(16, _power(rank)) - rank
     behind = BANK_BEHIND + -size % 16
-    rows = pad(term.query.detach(), (0, more)) if more else term.query.detach()
-    return [rows.to(dtype).contiguous(), pad(term.bank.detach(), (BANK_BEFORE, behind, 0, more)).to(dtype)]
+    rows = (pad(term.query, (0, more)) if more else term.query).to(dtype)
+    if rows.shape[0] != B or rows.stride(-1) != 1:
+        rows = rows.expand(B, -1, -1, -1).contiguous()
+    bank = term.bank.detach() if dtype == torch.float16 else term.bank.detach() / scale
+    return rows, pad(bank, (BANK_BEFORE, behind, 0, more)).to(dtype)
 
 
 def _operands(
-    terms: list[Term], layout: Layout, scale: float, dtype: torch.dtype
+    terms: list[Term], layout: Layout, scale: float, dtype: torch.dtype, B: int
 ) -> tuple[list[Tensor | None], int, int]:
     """The kernels' operands a .. e; the kind; the origin."""
     term = terms[0] if terms else None
@@ -535,11 +541,9 @@ def _operands(
     elif isinstance(term, Distance):
         kind, given, origin = DISTANCE, [term.values], term.origin
     elif isinstance(term, Bank):
-        kind, given = BANK, [term.query, term.bank]
-    filled: list[Tensor | None] = [*map(_flat, given), *[None] * (5 - len(given))]
-    if isinstance(term, Bank):
-        filled = [term.query.float(), term.bank.float(), *_for_products(term, dtype), None]
-    return filled, kind, origin
+        rows, bank = _for_products(term, scale, dtype, B)
+        return [rows, _flat(term.bank), bank, None, None], BANK, 0
+    return [*map(_flat, given), *[None] * (5 - len(given))], kind, origin
 
 
 def _sorted_by(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -586,7 +590,7 @@ def attend(
         number = torch.bucketize(torch.arange(layout.Tk, device=q.device), layout.cu_seqlens, right=True)
         docs = torch.stack((borders[number - 1], borders[number])).contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    given, kind, origin = _operands(terms, layout, scale, q.dtype)
+    given, kind, origin = _operands(terms, layout, scale, q.dtype, B)
     start = 0 if isinstance(offset, Tensor) else int(offset)
     # Sums over the pieces of a profile need rows of dS that sum to zero.
     sure = isinstance(terms[0], Profile) and terms[0].knots.numel() > 0 if terms else False

@@ -1,9 +1,10 @@
 """Triton kernels: softmax attention with one positional term, forward and backward. They know terms, never an encoding.
 
 Three kernels walk the tiles of the score matrix: `forward` and `backward_q` own a block of queries and walk the keys,
-`backward_k` owns a block of keys and walks the queries. Two more sum what the batch shares and runs along neither
-queries nor keys: `backward_distance` (a table by distance) and `backward_bank` (a bank of them). Nothing is summed with
-atomics: whoever owns a sum writes it, so results repeat bit by bit.
+`backward_k` owns a block of keys and walks the queries. What the batch shares and runs along neither queries nor keys
+has owners of its own: of a table by distance `backward_distance` sums one block diagonal per program; of a bank of them
+each program of `backward_q` sums a share. Nothing is summed with atomics: whoever owns a sum writes it, so results
+repeat bit by bit.
 
 What the term operands `a` .. `e` hold, by KIND (shapes as in relpos/terms.py):
 
@@ -13,10 +14,11 @@ What the term operands `a` .. `e` hold, by KIND (shapes as in relpos/terms.py):
 | POTENTIAL, LOG | S at queries         | S at keys     | gate         |                |                 |
 | PROFILE        | rate [1 or H]        | rho [., Tq]   | knots [K]    | slope [H, K+1] | offset [H, K+1] |
 | DISTANCE       | values [H, size]     |               |              |                |                 |
-| BANK           | for the host         | for the host  | rows         | bank           |                 |
+| BANK           | rows                 | for the host  | bank         |                |                 |
 
-A bank's rows [., H, Tq, RP] and the bank [RP, BANK_BEFORE + its length + zeros, `size` in all] come in the dtype of q
-and k, as the bias is a product like theirs, with zeros around them.
+A bank's rows [B, H, Tq, RP] and the bank [RP, BANK_BEFORE + its length + zeros, `size` in all] come in the dtype of q
+and k, as the bias is a product like theirs, with zeros around them. The bank is divided by the scale, but not in
+float16, whose range may be too small for that.
 
 A profile with knots and one rho for the FIRST queries of an entry (all, or a multiple of every block) is a table by
 distance to them: one launch takes these queries as DISTANCE, another the REST as PROFILE, where most tiles lie on one
@@ -24,8 +26,8 @@ piece. Programs with no such queries end at once.
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
-- RAW kinds (no term, linear potentials, profiles with knots) leave scores as q . k, and what is added is divided by the
-  scale: it is applied inside the exponential, where it costs nothing.
+- RAW kinds (no term, linear potentials, profiles with knots, banks) leave scores as q . k, and what is added is divided
+  by the scale: it is applied inside the exponential, where it costs nothing.
 - What depends on the distance alone is computed or loaded once per tile, for its BM + BN - 1 distances, and spread over
   the tile from shared memory (`_spread`): no table of tiles exists, and logarithms cost nothing.
 - `ref` is the key column of the tile's first query. Distances and potentials enter relative to it, so that float32
@@ -48,7 +50,7 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = (tl.constexpr(n) for n in range(7))
-BANK_BEFORE = tl.constexpr(128)  # zeros, at least as many as a tile has distances below zero
+BANK_BEFORE = tl.constexpr(128)  # zeros, at least as many as are loaded at once
 BLOCK = tl.constexpr(128)  # a multiple of every block of queries
 BITS = tl.constexpr(15)  # that hold the number of knots: there must be fewer
 MANY = tl.constexpr(1 << 15)
@@ -80,7 +82,6 @@ class Flags(NamedTuple):
     ONE: bool = False  # a profile without knots and with one rho for all queries: [1, 1]
     POWER: bool = False  # a profile of a power of the distance, not of a logarithm
     SURE: bool = False  # what rounding takes from weights and output is kept: delta needs no correction
-    RANK: int = 0
     RP: int = 16
     HAS_FAR: bool = False  # from `reach` on all distances are alike
     GRAD: bool = False  # gradients of the term are wanted
@@ -132,7 +133,7 @@ class Query(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What backward_q sums along its rows, [BM, 4] each, or for a bank [BM, RP]."""
+    """What backward_q sums along its rows, [BM, 4] each, or for a bank [BM, RP]; and `held`, a tile of a bank's dS."""
 
     row: Any  # of dS
     query: Any  # for S_i, and what it expects under the softmax
@@ -140,6 +141,7 @@ class Sums(NamedTuple):
     gate: Any
     of_gate: Any
     mix: Any
+    held: Any
     psi: Any  # of a profile with knots, since the piece changed: of dS * psi and of dS * its derivative by the rate
     away: Any
 
@@ -195,10 +197,10 @@ def _per_query(t, b, h, r, Tq, F: tl.constexpr):
 
 @triton.jit
 def _mix(t, b, h, r, Tq, F: tl.constexpr):
-    """Rows of a bank, [queries, RP]."""
+    """Rows of a bank, [queries, RP]. Their strides by batch entry, head and query are where other kinds keep others."""
     if not F.EVEN:
         r = tl.minimum(r, Tq - 1)
-    return tl.load(t.c + b * t.q_b + (h * Tq + r)[:, None] * F.RP + tl.arange(0, F.RP)[None, :])
+    return tl.load(t.a + b * t.q_b + h * t.k_b + r[:, None] * t.g_b + tl.arange(0, F.RP)[None, :])
 
 
 @triton.jit
@@ -342,12 +344,11 @@ def _most_first_rows(t, Tq):
 
 
 @triton.jit
-def _bank(base, t, F: tl.constexpr):
-    """Columns of the bank, [RP, SPAN], for the distances of a tile; beyond the bank they are zero."""
-    tl.static_assert(F.BM + F.BN <= BANK_BEFORE)
-    first = tl.minimum(tl.maximum(base - F.BN + BANK_BEFORE, 0), t.size - F.SPAN)
-    at = tl.arange(0, F.RP)[:, None] * t.size + tl.arange(0, F.SPAN)[None, :]
-    return tl.load(t.d + first + at)
+def _bank(base, t, N: tl.constexpr, F: tl.constexpr):
+    """Columns of the bank, [RP, N], for the distances from `base` on; below and beyond the bank they are zero."""
+    tl.static_assert(N <= BANK_BEFORE)
+    first = tl.minimum(tl.maximum(base + BANK_BEFORE, 0), t.size - N)
+    return tl.load(t.c + first + tl.arange(0, F.RP)[:, None] * t.size + tl.arange(0, N)[None, :])
 
 
 @triton.jit
@@ -487,26 +488,33 @@ def _add_bias(
                 s, far = _add_profile(s, psi, count, q, head, t, ZERO, F)
     if F.KIND == DISTANCE:
         s += head.far if MODE == FAR else _spread(_table(_distances(base, TURNED, F), t, head.h), TURNED, F)
-    if F.KIND == BANK and MODE != FAR:
-        s += _bank_tile(_bank(base, t, F), q.mix, TURNED, F)
     return s, psi, far
 
 
 @triton.jit
-def _bank_tile(columns, mix, TURNED: tl.constexpr, F: tl.constexpr):
-    """Each query's own values by distance, slid into place: [BM, BN], or turned."""
+def _sheared(x, F: tl.constexpr):
+    """Entries (r, BN + r - c) of `_strewn` x [BM, SPAN], as a tile [BM, BN]."""
+    r1, r0, c1, c0 = _by_eight(F.BM, F.BN)
+    d = r0 - c0
+    at = (r1 - c1 + F.BN // 8) * (F.BM * 8) + (d >> 3) * (F.BM * 8) + (r1 * 8 + r0) * 8 + (d & 7)
+    return tl.reshape(_pick(x, at), (F.BM, F.BN))
+
+
+@triton.jit
+def _bank_tile(base, mix, c2, t, TURNED: tl.constexpr, F: tl.constexpr):
+    """Each query's own values by distance, slid into place: [BM, BN], or turned. They go through shared memory in the
+    dtype of the products, as exact as scores are in plain code."""
+    columns = _bank(base - F.BN, t, F.SPAN, F)
     if TURNED:
-        z = tl.dot(tl.trans(columns), tl.trans(mix), input_precision=F.PREC)
+        z = tl.dot(tl.trans(columns), tl.trans(mix), input_precision=F.PREC).to(mix.dtype)
         c1, c0, r1, r0 = _by_eight(F.BN, F.BM)
         at = r1 * (F.SPAN * 8) + ((r1 - c1) * 8 + r0 - c0 + F.BN) * 8 + r0
         z = tl.reshape(_pick(_strewn(z, F.SPAN, F.BM), at), (F.BN, F.BM))
     else:
-        z = tl.dot(mix, columns, input_precision=F.PREC)
-        r1, r0, c1, c0 = _by_eight(F.BM, F.BN)
-        d = r0 - c0
-        at = (r1 - c1 + F.BN // 8) * (F.BM * 8) + (d >> 3) * (F.BM * 8) + (r1 * 8 + r0) * 8 + (d & 7)
-        z = tl.reshape(_pick(_strewn(z, F.BM, F.SPAN), at), (F.BM, F.BN))
-    return z * LOG2E
+        z = tl.dot(mix, columns, input_precision=F.PREC).to(mix.dtype)
+        z = _sheared(_strewn(z, F.BM, F.SPAN), F)
+    z = z.to(tl.float32)
+    return z * (LOG2E / c2) if mix.dtype == tl.float16 else z
 
 
 @triton.jit
@@ -650,8 +658,12 @@ def _range_of_keys(Docs, mcol, klen, Tk, reach, F: tl.constexpr):
 
 
 @triton.jit
-def _scores(x, y, c2, F: tl.constexpr):
-    s = tl.dot(x, tl.trans(y), input_precision=F.PREC)
+def _scores(x, y, base, mix, c2, t, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
+    """Products of a tile's queries and keys; what a bank adds is there before them."""
+    if F.KIND == BANK and MODE != FAR:
+        s = tl.dot(x, tl.trans(y), _bank_tile(base, mix, c2, t, TURNED, F), input_precision=F.PREC)
+    else:
+        s = tl.dot(x, tl.trans(y), input_precision=F.PREC)
     return s if F.RAW else s * c2
 
 
@@ -669,7 +681,7 @@ def _forward_tiles(
         j = n0 + n
         ok = j < klen
         k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
-        s = _scores(q, k, c2, F)
+        s = _scores(q, k, mcol - n0, info.mix, c2, t, False, MODE, F)
         fj = n.to(tl.float32)[None, :] + tl.cast(n0 - mcol, tl.float32)
         sj = fj
         if F.KIND == SLOPE:
@@ -761,8 +773,8 @@ def forward(
 
 @triton.jit
 def _backward_q_tiles(
-    dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen, SK, info, head, t, c2,
-    MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
+    dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen, SK, ByBank, most, info, head, t,
+    c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     ZERO: tl.constexpr = MASKED or not F.CAUSAL
     n = tl.arange(0, F.BN)
@@ -773,7 +785,7 @@ def _backward_q_tiles(
         ok = j < klen
         k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
         v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
-        s = _scores(q, k, c2, F)
+        s = _scores(q, k, mcol - n0, info.mix, c2, t, False, MODE, F)
         dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
         fj = n.to(tl.float32)[None, :] + tl.cast(n0 - mcol, tl.float32)
         sj = fj
@@ -792,7 +804,7 @@ def _backward_q_tiles(
             w = tl.where(ok2, w, 0.0)
         ds = w * (dp - delta[:, None])
         if F.GRAD:
-            row, query, of_query, gate, of_gate, mix, by_psi, by_away = sums
+            row, query, of_query, gate, of_gate, mix, held, by_psi, by_away = sums
             if not F.SURE:
                 row += _fold(ds, F.BM, F.BN)
             if F.KIND == POTENTIAL:
@@ -832,12 +844,15 @@ def _backward_q_tiles(
                 if inside > 0:
                     pieces = _over_knots(pieces, x, psi, away, below, inside, info.rho, head, t, F)
             if F.KIND == BANK and MODE != FAR:
-                columns = _bank(mcol - n0, t, F)
-                z = _slide(ds.to(k.dtype), False, F).to(tl.float32)
-                # Adds nothing, but lays z out as the next product needs it: else it would go through memory once more.
-                z = tl.dot(tl.zeros_like(info.mix), columns, z, input_precision=F.PREC)
-                mix = tl.dot(z.to(k.dtype), tl.trans(columns), mix, input_precision=F.PREC)
-            sums = Sums(row, query, of_query, gate, of_gate, mix, by_psi, by_away)
+                part = ds.to(k.dtype)
+                x = _from_base(held, part, F)
+                held = part
+                # Adds nothing, but lays x out as the next product needs it: else it would go through memory once more.
+                columns = _bank(mcol - n0, t, F.BN, F)
+                x = tl.dot(tl.zeros_like(info.mix), columns, x.to(tl.float32), input_precision=F.PREC).to(k.dtype)
+                mix = tl.dot(x, tl.trans(columns), mix, input_precision=F.PREC)
+                _add_to_bank(ByBank, mcol - n0, x, info.mix, most, F)
+            sums = Sums(row, query, of_query, gate, of_gate, mix, held, by_psi, by_away)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PREC)
     return dq, sums, pieces
 
@@ -900,51 +915,54 @@ def _over_knots(pieces, x, psi, away, below, inside, rho, head, t, F: tl.constex
 
 
 @triton.jit
-def _slide(x, TURNED: tl.constexpr, F: tl.constexpr):
-    """A tile's entries by query and distance, [BM, SPAN], or turned, [SPAN, BM]: the inverse of spreading. Zero where
-    the tile has no such entry: around it, in the shared memory, there is nothing else."""
+def _slide(x, F: tl.constexpr):
+    """A tile's entries by query and distance, [BM, SPAN]: the inverse of spreading. Zero where the tile has no such
+    entry: around it, in the shared memory, there is nothing else."""
     tl.static_assert(F.SPAN <= 2 * F.BN)  # BM <= BN
     x = tl.join(tl.zeros_like(x), x)
     x = tl.join(x, tl.zeros_like(x))  # [.., .., 2, 2], itself at [1, 0]
-    if TURNED:
-        y1, y0, r1, r0 = _by_eight(F.SPAN, F.BM)
-        x = tl.permute(tl.reshape(x, (F.BN, F.BM // 8, 8, 2, 2)), (1, 4, 3, 0, 2))
-        at = r1 * (F.BN * 32) + ((r1 - y1) * 8 + r0 - y0 + F.BN * 2) * 8 + r0
-        return tl.reshape(_pick(tl.reshape(x, (F.BN * F.BM * 4,)), at), (F.SPAN, F.BM))
-    else:
-        r1, r0, y1, y0 = _by_eight(F.BM, F.SPAN)
-        x = tl.permute(tl.reshape(x, (F.BM, F.BN // 8, 8, 2, 2)), (4, 3, 1, 0, 2))
-        d = r0 - y0
-        at = (r1 - y1 + F.BN // 4) * (F.BM * 8) + (d >> 3) * (F.BM * 8) + (r1 * 8 + r0) * 8 + (d & 7)
-        return tl.reshape(_pick(tl.reshape(x, (F.BM * F.BN * 4,)), at), (F.BM, F.SPAN))
+    r1, r0, y1, y0 = _by_eight(F.BM, F.SPAN)
+    x = tl.permute(tl.reshape(x, (F.BM, F.BN // 8, 8, 2, 2)), (4, 3, 1, 0, 2))
+    d = r0 - y0
+    at = (r1 - y1 + F.BN // 4) * (F.BM * 8) + (d >> 3) * (F.BM * 8) + (r1 * 8 + r0) * 8 + (d & 7)
+    return tl.reshape(_pick(tl.reshape(x, (F.BM * F.BN * 4,)), at), (F.BM, F.SPAN))
 
 
 @triton.jit
-def backward_q(
-    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, PieceSums, Bends, Meta, Docs, TA, TB, TC, TD,
-    TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b,
-    do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, F: tl.constexpr,
+def _from_base(before, x, F: tl.constexpr):
+    """Entries by query and distance, [BM, BN], the latter from a tile's `base` on: of the tile x itself, and of the one
+    before it, which has the larger distances."""
+    tl.static_assert(F.BM <= F.BN)
+    both = tl.reshape(tl.join(before, x), (F.BM, F.BN // 8, 8, 2))
+    return _sheared(tl.reshape(tl.permute(both, (3, 1, 0, 2)), (F.BM * F.BN * 2,)), F)
+
+
+@triton.jit
+def _add_to_bank(ByBank, base, x, mix, most, F: tl.constexpr):
+    """Adds dS by query and by distance from `base` on, times the queries' rows, to what a program has of a bank's
+    gradient, of `most` distances. It is kept in such an order that each thread reads and writes what it holds of the
+    product: pairs of columns of each group of eight, and eight rows of each sixteen."""
+    y = tl.arange(0, F.BN)
+    half: tl.constexpr = F.BN // 2
+    d = (base + y % half // 8 * 16 + y // half * 8 + y % 8)[None, :, None]
+    n = tl.arange(0, 4)[:, None, None] * (F.RP // 4) + tl.arange(0, F.RP // 4)[None, None, :]
+    at = ByBank + d * F.RP + n
+    ok = (d >= 0) & (d < most)
+    old = tl.load(at, mask=ok, other=0.0, volatile=True)  # never ahead of what was written last
+    x = tl.dot(tl.trans(x), mix, input_precision=F.PREC)
+    x = tl.permute(tl.reshape(x, (F.BN // 16, 2, 8, F.RP // 8, 4, 2)), (4, 1, 0, 2, 3, 5))
+    tl.store(at, old + tl.reshape(x, (4, F.BN, F.RP // 4)), mask=ok)
+
+
+@triton.jit
+def _own_queries(
+    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Meta, Docs, t, q_b,
+    q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off,
+    c2, scale, reach, F: tl.constexpr,
 ):  # fmt: skip
-    """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, 4], where with CANCEL the level is
-    relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
-    potentials and of rho, or [B, H, Tq, R] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots: `PieceSums`
-    [B, H, blocks, 2, PP], sums of dS * u and of dS over the tiles that begin on each piece, then over what lies above
-    each knot, and at the very end of the first the gradient of the rate; and for backward_k `Bends`
-    [B, 1 or H, blocks, 2, KP]."""
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
-    b = (tl.program_id(1) // H).to(tl.int64)
-    h = (tl.program_id(1) % H).to(tl.int64)
-    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
-    pieces_at = PieceSums + ((b * H + h) * tl.num_programs(0) + m0 // F.BM) * (2 * F.PP) + tl.arange(0, F.PP)
-    if F.ROWS != ALL:
-        if (m0 < _first_rows(t, b, Tq)) != (F.ROWS == FIRST):
-            if F.KNOTS > 0 and F.GRAD:  # what the host sums
-                r = m0 + tl.arange(0, F.BM)
-                at = (b * H + h) * Tq + r
-                tl.store(ByQuery + at, 0.0, mask=r < Tq)
-                tl.store(pieces_at, 0.0)
-                tl.store(pieces_at + F.PP, 0.0)
-            return
+    """All that backward_q does for one block of queries."""
+    blocks = tl.cdiv(Tq, F.BM)
+    most = tl.minimum(reach, Tk)
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     mcol = q_off + m0
     r = m0 + tl.arange(0, F.BM)
@@ -961,8 +979,8 @@ def backward_q(
     info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
     if F.KNOTS > 0:
-        if (h == 0) | (t_size > 0):
-            at = _bends_of(Bends, b, h, H, tl.num_programs(0), t, F) + m0 // F.BM * (2 * F.KP) + tl.arange(0, F.KP)
+        if (h == 0) | (t.size > 0):
+            at = _bends_of(Bends, b, h, H, blocks, t, F) + m0 // F.BM * (2 * F.KP) + tl.arange(0, F.KP)
             tl.store(at, info.near)
             tl.store(at + F.KP, info.far)
     if F.CANCEL and (F.KIND == SLOPE or F.KIND == POTENTIAL):
@@ -978,26 +996,30 @@ def backward_q(
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     dq = _blank(F.BM, F.DP, Tk)
     zero = _zeros(F.BM, 4)
-    sums = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), zero, zero)
+    held = 0.0
+    if F.KIND == BANK:
+        held = _zeros(F.BM, F.BN).to(q.dtype)
+    sums = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), held, zero, zero)
     pieces = Pieces(tl.cast(0, tl.int32), zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
     K += b * k_b + (h // GROUP) * k_h
     V += b * v_b + (h // GROUP) * v_h
-    SK = TB + b * t_k + h * Tk
+    SK = t.b + b * t.k_b + h * Tk
     if F.HAS_FAR and F.CAUSAL:
         dq, sums, pieces = _backward_q_tiles(
-            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2, False,
-            FAR, F)  # fmt: skip
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, SK, ByBank, most, info, head,
+            t, c2, False, FAR, F)  # fmt: skip
     if not (F.DOCS or F.WINDOW > 0):
         dq, sums, pieces = _backward_q_tiles(
-            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
-            False, ANY, F)  # fmt: skip
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, far, full, mcol, klen, SK, ByBank, most, info, head, t,
+            c2, False, ANY, F)  # fmt: skip
     dq, sums, pieces = _backward_q_tiles(
-        dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2, True,
-        ANY, F)  # fmt: skip
+        dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, SK, ByBank, most, info, head, t, c2,
+        True, ANY, F)  # fmt: skip
 
     _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq * scale, F)
     # Rows of dS sum to zero. What they sum to here is the error of delta, which came from a rounded output: with it
     # delta is put right for the other kernels, and the sums above for that error times the expectation of their factor.
+    # Not those of a bank: there plain code's rounding weighs as much.
     rowsum = tl.sum(zero if F.SURE else sums.row, 1)
     delta += rowsum
     tl.store(Delta + row, delta, mask=r < Tq)
@@ -1009,15 +1031,71 @@ def backward_q(
             of_gates = tl.sum(sums.gate, 1) - rowsum * tl.sum(sums.of_gate, 1)
             tl.store(ByGate + row, of_gates * scale if F.RAW else of_gates, mask=r < Tq)
         if F.KIND == BANK:
-            n = tl.arange(0, F.RP)
-            ok = (r[:, None] < Tq) & (n[None, :] < F.RANK)
-            tl.store(ByQuery + row[:, None] * F.RANK + n[None, :], sums.mix, mask=ok)
+            mix = sums.mix
+            below = mcol - tl.cdiv(end, F.BN) * F.BN
+            if below + F.BN > 0:  # distances below the last tile's base, which no other followed to add
+                x = _from_base(sums.held, tl.zeros_like(sums.held), F)
+                mix = tl.dot(x, tl.trans(_bank(below, t, F.BN, F)), mix, input_precision=F.PREC)
+                _add_to_bank(ByBank, below, x, info.mix, most, F)
+            at = ByQuery + ((b * Tq + r) * H + h)[:, None] * F.RP + tl.arange(0, F.RP)[None, :]
+            mix = mix if q.dtype == tl.float16 else mix * scale
+            tl.store(at, mix.to(q.dtype), mask=r[:, None] < Tq)
         if F.KNOTS > 0:
             pieces = _settle(pieces, 0, sums.row, sums.psi, sums.away, info.rho, head, t, F)
             tl.store(ByQuery + row, tl.sum(pieces.rho, 1) / head.unit, mask=r < Tq)
             of_rate = tl.sum(tl.sum(pieces.rate, 1), 0) / head.unit
             tl.store(pieces_at, tl.sum(pieces.slopes, 0) + tl.where(tl.arange(0, F.PP) == F.PP - 1, of_rate, 0.0))
             tl.store(pieces_at + F.PP, tl.sum(pieces.offsets, 0))
+
+
+@triton.jit
+def backward_q(
+    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Meta, Docs, TA, TB, TC, TD,
+    TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b,
+    do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, B, F: tl.constexpr,
+):  # fmt: skip
+    """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, 4], where with CANCEL the level is
+    relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
+    potentials and of rho, or [B, Tq, H, RP] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots: `PieceSums`
+    [B, H, blocks, 2, PP], sums of dS * u and of dS over the tiles that begin on each piece, then over what lies above
+    each knot, and at the very end of the first the gradient of the rate; and for backward_k `Bends`
+    [B, 1 or H, blocks, 2, KP]. Of a bank: `ByBank` [programs, distances, RP], each program's share, for which it takes
+    many blocks, long rows and short ones."""
+    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
+    blocks = tl.cdiv(Tq, F.BM)
+    if F.KIND == BANK and F.GRAD:
+        most = tl.minimum(reach, Tk)
+        ByBank += tl.program_id(0).to(tl.int64) * most * F.RP
+        for d in range(0, most, F.BN):
+            at = (d + tl.arange(0, F.BN))[:, None]
+            tl.store(ByBank + at * F.RP + tl.arange(0, F.RP)[None, :], 0.0, mask=at < most)
+        tl.debug_barrier()  # others of its threads add to these
+        for x in range(tl.program_id(0), blocks * B * H, tl.num_programs(0)):
+            m0 = (blocks - 1 - x // (B * H)) * F.BM
+            b = (x // H % B).to(tl.int64)
+            h = (x % H).to(tl.int64)
+            _own_queries(
+                b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Meta,
+                Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
+                H, GROUP, Tq, Tk, q_off, c2, scale, reach, F)  # fmt: skip
+    else:
+        m0 = (blocks - 1 - tl.program_id(0)) * F.BM
+        b = (tl.program_id(1) // H).to(tl.int64)
+        h = (tl.program_id(1) % H).to(tl.int64)
+        pieces_at = PieceSums + ((b * H + h) * blocks + m0 // F.BM) * (2 * F.PP) + tl.arange(0, F.PP)
+        if F.ROWS != ALL:
+            if (m0 < _first_rows(t, b, Tq)) != (F.ROWS == FIRST):
+                if F.KNOTS > 0 and F.GRAD:  # what the host sums
+                    r = m0 + tl.arange(0, F.BM)
+                    at = (b * H + h) * Tq + r
+                    tl.store(ByQuery + at, 0.0, mask=r < Tq)
+                    tl.store(pieces_at, 0.0)
+                    tl.store(pieces_at + F.PP, 0.0)
+                return
+        _own_queries(
+            b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Meta, Docs,
+            t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP,
+            Tq, Tk, q_off, c2, scale, reach, F)  # fmt: skip
 
 
 @triton.jit
@@ -1045,12 +1123,12 @@ def _backward_k_tiles(
         q = _features(Q + tl.cast(m0, tl.int64) * q_t, a, q_t, a < Tq - m0, not F.EVEN, F)
         do = _features(DO + tl.cast(m0, tl.int64) * do_t, a, do_t, a < Tq - m0, not F.EVEN, F)
         lse, delta, gi, si = _rows(Rows + tl.cast(m0, tl.int64) * 4, a, Tq - m0, F)
-        s = _scores(k, q, c2, F)
-        fi = (mcol - n0 + a).to(tl.float32)[None, :]
         mix = 0.0
         if F.KIND == BANK:
             mix = _mix(t, b, head.h, m0 + a, Tq, F)
-        info = Query(si, sref, gi, si, 0.0, 0.0, mix, 0, 0)
+        s = _scores(k, q, mcol - n0, mix, c2, t, True, MODE, F)
+        fi = (mcol - n0 + a).to(tl.float32)[None, :]
+        info = Query(si, sref, gi, si, 0.0, 0.0, 0.0, 0, 0)
         s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, True, MODE, F)
         if F.KNOTS > 0:
             lse -= offset * c2
@@ -1294,7 +1372,7 @@ def backward_distance(
     acc = _distance_tiles(acc, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t,
                           H, Tq, Tk, q_off, c2, base, block, blocks, whole, end, t, True, F)  # fmt: skip
     program = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    tl.store(Out + program * F.SPAN + tl.arange(0, F.SPAN), tl.sum(_slide(acc, False, F), 0))
+    tl.store(Out + program * F.SPAN + tl.arange(0, F.SPAN), tl.sum(_slide(acc, F), 0))
 
 
 @triton.jit
@@ -1432,69 +1510,3 @@ def profile_gradient(
     to = h * (F.KNOTS + 1) + n
     tl.store(DSlope + to, slopes, mask=ok)
     tl.store(DOffset + to, offsets, mask=ok)
-
-
-@triton.jit
-def _bank_gradient_tiles(
-    acc, columns, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H,
-    GROUP, Tq, Tk, q_off, c2, base, first, blocks, begin, end, t, MASKED: tl.constexpr, F: tl.constexpr,
-):  # fmt: skip
-    a = tl.arange(0, F.BM)
-    for x in range(begin, end):
-        b = (x // (H * blocks)).to(tl.int64)
-        h = (x // blocks % H).to(tl.int64)
-        m0 = (first + x % blocks) * F.BM
-        off, klen = _place(Meta, b, q_off, Tk, F)
-        n0 = off + m0 - base
-        r = m0 + a
-        j = n0 + a
-        g = h // GROUP
-        row = (b * H + h) * Tq
-        q, k, v, do, lse, delta, ok_k = _on_diagonal(
-            Q + b * q_b + h * q_h, K + b * k_b + g * k_h, V + b * v_b + g * v_h, DO + b * do_b + h * do_h, Lse + row,
-            Delta + row, q_t, k_t, v_t, do_t, m0, n0, klen, Tq, MASKED, F)  # fmt: skip
-        mix = _mix(t, b, h, r, Tq, F)
-        s = tl.dot(k, tl.trans(q), input_precision=F.PREC) * c2 + _bank_tile(columns, mix, True, F)
-        dp = tl.dot(v, tl.trans(do), input_precision=F.PREC)
-        w = tl.exp2(s - lse[None, :])
-        if MASKED:
-            lo, hi = _borders(Docs, (off + r)[None, :], Tk, F)
-            ok = _visible((a + base)[None, :], a[:, None], klen - n0, j[:, None], lo, hi, F) & ok_k[:, None]
-            w = tl.where(ok, w, 0.0)
-        z = _slide((w * (dp - delta[None, :])).to(q.dtype), True, F).to(tl.float32)
-        z = tl.dot(tl.zeros_like(tl.trans(columns)), tl.trans(mix), z, input_precision=F.PREC)  # as in backward_q
-        acc = tl.dot(z.to(q.dtype), mix, acc, input_precision=F.PREC)
-    return acc
-
-
-@triton.jit
-def backward_bank(
-    Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, B, first,
-    F: tl.constexpr,
-):  # fmt: skip
-    """Gradient of a bank. As `backward_distance`, but all heads share it, and each query weighs its distances by a row
-    of its own: `Out` [shares, diagonals, SPAN, RP]."""
-    base = (first + tl.program_id(0)) * F.BM
-    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
-    block, blocks = _blocks_on(base, q_off, Tq, Tk, F)
-    total = B * H * blocks
-    each = tl.cdiv(total, tl.num_programs(1))
-    begin = tl.program_id(1) * each
-    end = tl.minimum(total, begin + each)
-    columns = _bank(base, t, F)
-    acc = _zeros(F.SPAN, F.RP)
-    whole = begin
-    if F.EVEN and not (F.DOCS or F.WINDOW > 0):
-        if (q_off % F.BM == 0) & (base >= F.BN):
-            whole = end
-        acc = _bank_gradient_tiles(
-            acc, columns, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h,
-            do_t, H, GROUP, Tq, Tk, q_off, c2, base, block, blocks, begin, whole, t, False, F)  # fmt: skip
-    acc = _bank_gradient_tiles(
-        acc, columns, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h,
-        do_t, H, GROUP, Tq, Tk, q_off, c2, base, block, blocks, whole, end, t, True, F)  # fmt: skip
-    y = tl.arange(0, F.SPAN)
-    n = tl.arange(0, F.RP)
-    program = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    tl.store(Out + program * F.SPAN * F.RP + y[:, None] * F.RP + n[None, :], acc)

@@ -44,5 +44,5 @@ class Inkling(Encoding):
 
     def terms(self, ctx: Context) -> list[Term]:
         assert ctx.hidden is not None
-        mix = wide(self.mix(ctx.hidden)).unflatten(-1, (self.heads, self.rank)).transpose(1, 2)  # [B, H, Tq, rank]
-        return [Bank(mix, wide(self.bank))]
+        mix = self.mix(ctx.hidden).unflatten(-1, (self.heads, self.rank)).transpose(1, 2)  # [B, H, Tq, rank]
+        return [Bank(wide(mix), wide(self.bank))]

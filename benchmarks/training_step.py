@@ -6,7 +6,8 @@ batch through the code of `relpos train`.
 The bare step is forward, backward, gradient clipping and fused AdamW on random tokens: tokens per second from the
 median step, peak memory as the allocator saw it. `--through-train` runs `train_in_memory` on a prepared folder of
 random tokens (the Trainer, the loader, metrics.jsonl; no checkpoint, no evaluation) and times every step from its end
-to the next one's; the bare step then starts from the weights it left. `train_ratio` compares the median steps;
+to the next one's; the bare step then starts from the weights it left. Both launch their kernels as CUDA graphs, the
+default of `relpos train` on one GPU. `train_ratio` compares the median steps;
 `train_mean_tokens_per_s` is over all steps, with the pauses in which every tenth reads the losses back.
 
 One process per model and length. They compile side by side, `--processes` at a time, run two steps, a few at a time for
@@ -99,6 +100,11 @@ def measure(job: Job, ready: Callable[[], None], memory: Any) -> dict[str, Any]:
         from relpos.models import loss
 
         loss.CELLS = loss.cells_for(torch.cuda.get_device_properties(0).total_memory)
+        # Graphs are recorded when it is our turn: they keep the memory of a step, and all processes wait with theirs.
+        from torch._inductor import cudagraph_trees
+
+        captures = cudagraph_trees.is_cudagraph_capture_sizes
+        cudagraph_trees.is_cudagraph_capture_sizes = lambda _: False
     with contextlib.ExitStack() as held:
 
         def hold(*_: Any) -> None:
@@ -112,8 +118,14 @@ def measure(job: Job, ready: Callable[[], None], memory: Any) -> dict[str, Any]:
                 torch.cuda.empty_cache()
             held.close()
 
+        def begin() -> None:
+            ready()
+            torch._dynamo.callback_handler.remove_end_callback(hold)  # it is called for a recording too
+            if job.device == "cuda":
+                cudagraph_trees.is_cudagraph_capture_sizes = captures
+
         torch._dynamo.callback_handler.register_end_callback(hold)
-        return compare(job, ready, settle)
+        return compare(job, begin, settle)
 
 
 def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> dict[str, Any]:
@@ -133,13 +145,15 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
         row["note"] = f"as `{job.spec}`"
     model = RelPosForCausalLM(config).to(job.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    compiled = torch.compile(model) if cuda else model
+    compiled = torch.compile(model, mode="reduce-overhead") if cuda else model
     shape = (job.tokens // job.length, job.length)
     tokens = torch.randint(0, config.eos_token_id + 1, shape, device=job.device)
 
     norms: list[Any] = []
 
     def step() -> None:
+        if cuda:
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
             loss = compiled(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -170,14 +184,12 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
         row["train_ms"] = statistics.median(times)
         row["train_tokens_per_s"] = job.tokens / row["train_ms"] * 1e3
         row["train_mean_tokens_per_s"] = job.tokens / statistics.mean(times) * 1e3
-    for _ in range(3):
-        step()
     left = 0
     if cuda:
-        torch.cuda.synchronize()
-        state = sum(value.nbytes for values in optimizer.state.values() for value in values.values())
-        left = torch.cuda.memory_allocated() - own - state  # of the run before, not ours
+        left = torch.cuda.memory_allocated() - own  # of the run before, not ours
         torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):  # the graphs are recorded here, and a graph that is launched again allocates nothing
+        step()
     clock = Clock(cuda)
     clock.mark()
     for _ in range(job.steps):
@@ -186,7 +198,7 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
     ms = statistics.median(clock.times())
     if not all(0 < norm < math.inf for norm in torch.stack(norms).tolist()):
         raise RuntimeError("the gradients are zero or not finite: this is no training step")
-    row |= {"ms": ms, "tokens_per_s": job.tokens / ms * 1e3}
+    row |= {"ms": ms, "tokens_per_s": job.tokens / ms * 1e3, "graphs": cuda}
     if cuda:
         row["peak_gib"] = (torch.cuda.max_memory_allocated() - left) / 2**30
         if job.kernels:

@@ -454,7 +454,10 @@ def one(study: Study, job: Job, clock: Clock, attempt: int = 0) -> Path:
         torch.cuda.synchronize()
     over = time.perf_counter()
     peak = torch.cuda.max_memory_allocated() if cuda else None
+    torch._dynamo.reset()  # the graphs of a compiled step keep its memory
     gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
     results, keys = measure(study, job, trained, found)
     tested = time.perf_counter()
     turn.release()

@@ -18,6 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 from children import finish, start, together
+from functorch.compile import make_boxed_func
+from safetensors.torch import load_file
+from torch._dynamo.backends.common import aot_autograd
 from transformers import TrainerCallback
 
 from relpos.data import prepare, tokenizer
@@ -468,6 +471,87 @@ def test_recipe_of_the_presets():
     assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay) == (0.9, 0.95, 1e-8, 0.1)
     assert args.max_grad_norm == 1.0 and args.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
     assert args.logging_nan_inf_filter is False  # it would read every loss back from the GPU
+
+
+# CUDA graphs.
+
+
+def _mode(cuda: bool = True, compiled: bool = True, fsdp: bool = False, processes: int = 1, **overrides) -> str | None:
+    args = presets.arguments(
+        out="x", base=presets.PRESETS["nano"], spread=shape(256, 1024, 16, processes), steps=3, warmup=1,
+        learning_rate=1e-3, seed=0, cuda=cuda, bf16=False, compiled=compiled, fsdp=fsdp, evaluates=False,
+        overrides=overrides,
+    )  # fmt: skip
+    return args.torch_compile_mode if args.torch_compile else "not compiled"
+
+
+def _no_graphs_here() -> None:
+    assert _mode(processes=2, use_cpu=True) is None
+
+
+def test_one_gpu_gets_cuda_graphs_and_an_override_wins(tmp_path):
+    assert _mode() == _mode(compiled=False, torch_compile=True) == "reduce-overhead"
+    assert _mode(torch_compile_mode="default") == "default"
+    assert _mode(torch_compile=False) == _mode(compiled=False) == "not compiled"
+    assert _mode(torch_compile_backend="eager") is _mode(cuda=False) is _mode(fsdp=True) is None
+    together(_no_graphs_here, folder=tmp_path)
+
+
+class Reused:
+    """A compiler that hands its results out as CUDA graphs do: in the same memory every time, which the next pass
+    writes all over."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(self, graph, inputs):
+        return aot_autograd(fw_compiler=self.forward, bw_compiler=self.backward)(graph, inputs)
+
+    def forward(self, graph, inputs):
+        run = self.backward(graph, inputs)
+
+        def spoiling(*given):
+            for kept in self.kept:
+                if kept.is_floating_point():
+                    kept.fill_(math.nan)
+            return run(list(given))
+
+        return make_boxed_func(spoiling)
+
+    def backward(self, graph, inputs):
+        mine: list[torch.Tensor | None] = []
+
+        def run(*given):
+            results = graph(*given)
+            if not mine:  # what is handed through, a parameter say, is not ours
+                ours = {x.untyped_storage().data_ptr() for x in given if isinstance(x, torch.Tensor)}
+                for x in results:
+                    fresh = isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in ours
+                    mine.append(torch.empty_like(x) if fresh else None)
+                self.kept += [x for x in mine if x is not None]
+            return [x if kept is None else kept.copy_(x).detach() for x, kept in zip(results, mine, strict=True)]
+
+        return make_boxed_func(run)
+
+
+def test_what_outlives_a_pass_is_a_copy(data, tmp_path, monkeypatch):
+    """With graphs the losses, norms and weights are those of a run without, bit for bit, whatever the passes a step."""
+    real = torch.compile
+
+    def run(name: str, rows: int, mode: str, reused: bool = True) -> list:
+        backend = Reused() if reused else "aot_eager"
+        monkeypatch.setattr(torch, "compile", lambda model, **kwargs: real(model, backend=backend))
+        torch._dynamo.reset()
+        changes = {"torch_compile": True, "torch_compile_mode": mode, "eval_strategy": "steps", "eval_steps": 2}
+        train(settings(data, tmp_path / name, rows=rows, steps=5, overrides=changes))
+        held = (tmp_path / name / "validation.jsonl").read_text()
+        weights = load_file(tmp_path / name / "model.safetensors")
+        return [lines(tmp_path / name), held, {key: value.tolist() for key, value in weights.items()}]
+
+    for rows in (8, 2):  # one pass a step, and four
+        expected = run(f"plain-{rows}", rows, "default", reused=False)
+        assert run(f"graphs-{rows}", rows, "reduce-overhead") == expected
+    assert run("careless", 2, "default") != expected  # the memory is really written over
 
 
 # Mistakes.

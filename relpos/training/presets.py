@@ -155,6 +155,7 @@ def arguments(
 ) -> Any:  # fmt: skip
     """The TrainingArguments of a run: the recipe, what exact resume and full speed need, then the overrides."""
     from transformers import TrainingArguments
+    from transformers.training_args import ParallelMode
 
     settings: dict[str, Any] = dict(
         output_dir=out,
@@ -214,4 +215,9 @@ def arguments(
     made._n_gpu = min(made.n_gpu, 1)  # one process is one GPU; more would mean DataParallel, which torchrun replaces
     if made.world_size != spread.processes:
         raise RuntimeError(f"the Trainer sees {made.world_size} processes and there are {spread.processes}")
+    # On one GPU a step waits for the host, which launches a thousand kernels: CUDA graphs launch them at once. What DDP
+    # and FSDP do between kernels does not go into a graph.
+    alone = cuda and made.parallel_mode == ParallelMode.NOT_PARALLEL and not made.fsdp
+    if alone and made.torch_compile and made.torch_compile_backend == "inductor" and made.torch_compile_mode is None:
+        made.torch_compile_mode = "reduce-overhead"
     return made

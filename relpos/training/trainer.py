@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
@@ -26,6 +27,7 @@ from relpos.errors import UserError
 
 MANIFEST = "checkpoint.json"
 TRAINER_STATE = "trainer_state.json"
+GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that record CUDA graphs
 
 
 def decayed(model: nn.Module, decay_encodings: bool = False) -> list[str]:
@@ -135,7 +137,20 @@ class RelPosTrainer(Trainer):
         return 6.0 * inputs["input_ids"].numel() * self._parameters
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The parent's. CUDA graphs write every pass into the same memory, so what outlives a pass is copied: the loss,
+        and where a step has several, the gradients of the first, to which the others add theirs."""
+        plugin = self.accelerator.state.dynamo_plugin
+        graphs = plugin.mode in GRAPHS or plugin.backend == DynamoBackend.CUDAGRAPHS
+        first = graphs and all(parameter.grad is None for parameter in self.model.parameters())
+        if graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         loss = super().training_step(*args, **kwargs)
+        if graphs:
+            loss = loss.clone()
+        if first and not self.accelerator.sync_gradients:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
         self._loss_of_step = loss if self._loss_of_step is None else self._loss_of_step + loss
         return loss
 

@@ -61,7 +61,7 @@ class Measured:
 def page(folder: Path = RESULTS) -> str:
     """The Markdown."""
     m = Measured(folder)
-    speed = [how(m), verdict(m), both(m), *later(m), plot(), memory(m), forward(m), floor(m), eager(m)]
+    speed = [how(m), verdict(m), both(m), plot(), memory(m), forward(m), floor(m), eager(m)]
     return "\n\n".join([*speed, wide(m), decode(m), training(folder)])
 
 
@@ -149,30 +149,19 @@ def how(m: Measured) -> str:
         f"large product in bfloat16 reaches here, and every operand moved once at the {top['copy_tb_s']:.2f} TB/s of a "
         "copy.\n"
         "- A dash: not measured. Peers that take seconds to compile or to run were measured at a few lengths."
+        + "".join(_earlier(f["rows"]))
+        + (f"\n- {f['history']}." if "history" in f else "")
     )
 
 
-def later(m: Measured) -> list[str]:
-    """Rows that were measured once more after the kernels changed, if any."""
-    return [_again(run) for run in m.file.get("later", [])]
-
-
-def _again(run: Row) -> str:
-    rows = {(r["name"], r["length"]): r["both_ms"] for r in run["rows"]}
-    lengths = sorted({n for _, n in rows})
-    lines = [
-        f"With the kernels of commit {run['commit'][:7]}, {run['what']}: ms (times flash's).",
-        "",
-        "|  | " + " | ".join(f"{n:,}" for n in lengths) + " |",
-        "|---|" + "---|" * len(lengths),
-    ]
-    for name in dict.fromkeys(name for name, _ in rows):
-        cells = [
-            f"{digits(rows[name, n])} ({rows[name, n] / rows[FLASH, n]:.2f})" if (name, n) in rows else "-"
-            for n in lengths
-        ]
-        lines.append(f"| {shown(name)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def _earlier(rows: list[Row]) -> list[str]:
+    """Which lengths a file kept of another run."""
+    kept: dict[str, dict[str, None]] = {}
+    for r in rows:
+        if "commit" in r:
+            size = "" if r["head_dim"] == 64 else f" and heads of {r['head_dim']}"
+            kept.setdefault(r["commit"], {})[f"{r['length']:,} tokens{size}"] = None
+    return [f"\n- **Of an earlier run**, the kernels of commit {c[:7]}: {', '.join(w)}." for c, w in kept.items()]
 
 
 def verdict(m: Measured) -> str:
@@ -321,8 +310,13 @@ def training(folder: Path) -> str:
         row += [f"{at[n]['peak_gib']:.1f}" if n in at and "error" not in at[n] else "-" for n in lengths]
         rows.append([*row, met(slow, 1.0)])
     notes = [f"- {note}: {names}" for note, names in _notes(f["rows"]).items()]
+    if "history" in f:
+        notes.append(f"- {f['history']}.")
     head = ["", *[f"{n:,}" for n in lengths], *[f"GiB, {n:,}" for n in lengths], "met"]
     made = made_by([row.get("commit") for row in f["rows"]])
+    graphs = sorted(f"`{r['encoding']}` at {r['length']:,}" for r in f["rows"] if r.get("graphs"))
+    if graphs and len(graphs) < len(f["rows"]):
+        notes.append(f"- Launched as CUDA graphs, as `relpos train` does by now: {', '.join(graphs)}")
     return (
         f"### A training step\n\n`benchmarks/training_step.py` on one {f['machine']}, PyTorch "
         f"{f['versions']['torch']}{made}: {f['what']}. Tokens per second (of nanoGPT's) by length, and peak memory. "

@@ -60,8 +60,8 @@ def chromium():
 def page(chromium):
     """A page that fails its test when anything is written to the console or goes wrong in a script.
 
-    A test puts into `expected` words of what the browser itself notes of a request that shall fail. Such a note may come
-    before or after the page has shown the failure, so none is waited for.
+    A test puts into `expected` words of what the browser itself notes of a request that shall fail. Such a note may
+    come before or after the page has shown the failure, so none is waited for.
     """
     context = chromium.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True)
     made = context.new_page()

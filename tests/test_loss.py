@@ -87,6 +87,10 @@ def test_the_kernel_gives_losses_and_gradients_of_rows(dtype: torch.dtype) -> No
         logits = (scale * torch.randn(5, width)).to("cuda" if torch.cuda.is_available() else "cpu", dtype)
         targets = torch.randint(0, width, (5,), device=logits.device)
         targets[3] = IGNORE
+        if width > 1:  # words that cannot come: the first of a row, and all but one of another
+            logits[0, : width // 2] = logits[1] = float("-inf")
+            logits[1, width - 2] = 3.0
+            targets[:2] = width - 2
         wide = logits.double()
         truth = F.cross_entropy(wide, targets, ignore_index=IGNORE, reduction="none")
         slope = (wide.softmax(-1) - F.one_hot(targets.clamp(min=0), width)) * (targets != IGNORE)[:, None]

@@ -554,6 +554,51 @@ def test_what_outlives_a_pass_is_a_copy(data, tmp_path, monkeypatch):
     assert run("careless", 2, "default") != expected  # the memory is really written over
 
 
+def test_a_gradient_that_comes_late_is_a_copy_too(data, tmp_path, monkeypatch):
+    """An encoding that only the later passes of a step use: their gradients add up as without graphs."""
+    from relpos.encodings.kerple import Kerple
+
+    real, terms = torch.compile, Kerple.terms
+    monkeypatch.setattr(Kerple, "late", False, raising=False)
+    monkeypatch.setattr(Kerple, "terms", lambda self, ctx: terms(self, ctx) if self.late else [])
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            Kerple.late = False
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            Kerple.late = True
+
+    def run(name: str, backend) -> list:
+        monkeypatch.setattr(torch, "compile", lambda model, **kwargs: real(model, backend=backend))
+        torch._dynamo.reset()
+        changes = {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}
+        train(settings(data, tmp_path / name, rows=2, steps=3, overrides=changes), callbacks=[Turns()])
+        weights = load_file(tmp_path / name / "model.safetensors")
+        return [lines(tmp_path / name), {key: value.tolist() for key, value in weights.items()}]
+
+    assert run("graphs", Reused()) == run("plain", "aot_eager")
+
+
+def test_a_skipped_step_is_no_mistake(data, tmp_path, monkeypatch):
+    """As with float16, whose gradients overflow now and then: the optimizer leaves such a step out."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    from relpos.training.trainer import RelPosTrainer
+
+    norm, skipped = RelPosTrainer._get_grad_norm, []
+
+    def overflowing(self, model, grad_norm=None):
+        norm(self, model, grad_norm)
+        skipped.append(self.state.global_step in (0, 2))
+        self._norm_of_step = math.inf if skipped[-1] else self._norm_of_step
+
+    monkeypatch.setattr(RelPosTrainer, "_get_grad_norm", overflowing)
+    monkeypatch.setattr(AcceleratedOptimizer, "step_was_skipped", property(lambda self: bool(skipped and skipped[-1])))
+    train(settings(data, tmp_path / "run", steps=4))
+    assert [line["grad_norm"] is None for line in lines(tmp_path / "run")] == [True, False, True, False]
+
+
 # Mistakes.
 
 
@@ -615,8 +660,12 @@ def test_mistakes_with_the_run_folder(data, tmp_path):
     (tmp_path / "full" / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match="is not empty"):
         train(settings(data, tmp_path / "full"))
+    for name in ("notes.txt", "table.json", ".gitignore", "model_of_mine.png"):
+        (out / name).write_text("mine")
     train(settings(data, out, steps=3), overwrite=True)
-    assert len(lines(out)) == 3
+    assert len(lines(out)) == 3 and (out / "sample.txt").is_file()
+    for name in ("notes.txt", "table.json", ".gitignore", "model_of_mine.png"):
+        assert (out / name).read_text() == "mine"
     # Other data under the same name.
     shutil.rmtree(out / "checkpoint-3", ignore_errors=True)
     moved = json.loads((out / "run.json").read_text())
@@ -624,6 +673,52 @@ def test_mistakes_with_the_run_folder(data, tmp_path):
     (out / "run.json").write_text(json.dumps(moved))
     with pytest.raises(UserError, match="fingerprint differs"):
         train(settings(data, out, steps=3), resume=True)
+
+
+def test_a_resumed_run_takes_the_same_steps(data, tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                raise KeyboardInterrupt
+
+    out = tmp_path / "run"
+    start = settings(data, out, steps=8, overrides={"learning_rate": 1e-3})
+    with pytest.raises(KeyboardInterrupt):
+        train(start, callbacks=[Stop()])
+    before = (out / "run.json").read_text()
+    with pytest.raises(UserError, match="with 256 tokens a step, and 2 windows of 32 tokens, 1 times on 1 .* are 64"):
+        train(dataclasses.replace(start, rows=2, overrides={"gradient_accumulation_steps": 1}), resume=True)
+    with pytest.raises(UserError, match="--steps 8 and --set max_steps=20 contradict each other"):
+        train(dataclasses.replace(start, overrides={"max_steps": 20}), resume=True)
+    assert (out / "run.json").read_text() == before
+    train(dataclasses.replace(start, data=None, rows=2, overrides={"logging_steps": 2}), resume=True)
+    found = lines(out)
+    assert [line["tokens"] for line in found] == [256 * n for n in range(1, 9)]
+    assert max(line["learning_rate"] for line in found[5:]) > 1e-4  # as set at the start
+
+
+def test_the_best_model_is_the_one_described(data, tmp_path):
+    """A run that gets worse, and ends with an earlier checkpoint's weights."""
+
+    class Spoil(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 5:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter += torch.randn_like(parameter)
+
+    out = tmp_path / "run"
+    changes = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4}
+    train(settings(data, out, steps=8, overrides=changes), callbacks=[Spoil()])
+    tested = [json.loads(line)["loss"] for line in (out / "validation.jsonl").read_text().splitlines()]
+    assert tested[1] > tested[0] + 1
+    assert json.loads((out / "run.json").read_text())["validation_loss"] == pytest.approx(tested[0], rel=1e-6)
+
+
+def test_a_run_of_one_step_has_no_speed(data, tmp_path):
+    train(settings(data, tmp_path / "run", steps=1))
+    text = (tmp_path / "run" / "run.json").read_text()
+    assert json.loads(text)["tokens_per_second"] is None and "NaN" not in text
 
 
 def test_command(data, tmp_path):

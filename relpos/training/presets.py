@@ -112,6 +112,8 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
     for key in values:
         if key in OURS:
             raise UserError(f"--set {key} is not yours to set: relpos train needs it")
+        if key == "seed":
+            raise UserError("--set seed would leave the weights and the order of the data as they are: say --seed")
         if key not in known:
             raise UserError(f"transformers.TrainingArguments has no {key!r}.{_few(key, known - set(OURS))}")
     return values
@@ -216,8 +218,9 @@ def arguments(
     if made.world_size != spread.processes:
         raise RuntimeError(f"the Trainer sees {made.world_size} processes and there are {spread.processes}")
     # On one GPU a step waits for the host, which launches a thousand kernels: CUDA graphs launch them at once. What DDP
-    # and FSDP do between kernels does not go into a graph.
+    # and FSDP do between kernels does not go into a graph, and other allocators than PyTorch's own cannot record one.
     alone = cuda and made.parallel_mode == ParallelMode.NOT_PARALLEL and not made.fsdp
+    alone = alone and (not torch.cuda.is_available() or torch.cuda.get_allocator_backend() == "native")
     if alone and made.torch_compile and made.torch_compile_backend == "inductor" and made.torch_compile_mode is None:
         made.torch_compile_mode = "reduce-overhead"
     return made

@@ -156,7 +156,7 @@ class Screen(TrainerCallback):
     # Steps, from RelPosTrainer.flush.
 
     def record(self, steps: list[dict[str, Any]]) -> None:
-        bad = next((s for s in steps if not (math.isfinite(s["loss"]) and math.isfinite(s["grad_norm"]))), None)
+        bad = next((s for s in steps if not (math.isfinite(s["loss"]) and math.isfinite(s["grad_norm"] or 0))), None)
         good = [s for s in steps if bad is None or s["step"] < bad["step"]]
         if self.main:
             if self._file is None:
@@ -171,9 +171,9 @@ class Screen(TrainerCallback):
             kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
             raise UserError(
                 f"the {what} is not a number at step {bad['step']}: stopped, nothing saved after it; {kept}. A lower "
-                "learning rate or a longer warm-up (--set warmup_steps=...) may help"
+                "learning rate or a longer warm-up (--warmup) may help"
             )
-        if self.step == 0 and not any(s["grad_norm"] for s in steps):
+        if self.step == 0 and all(s["grad_norm"] == 0 for s in steps):
             self.close()
             raise UserError(
                 "no gradient reaches any weight in the first step: nothing would be learned. If the model is compiled, "

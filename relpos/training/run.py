@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -67,6 +69,12 @@ class Settings:
     overrides: dict[str, Any] = field(default_factory=dict)  # of TrainingArguments
 
 
+# What a run writes into its folder, checkpoints and events aside: its records, the model, any tokenizer.
+_FILES = (
+    rf"({'|'.join(map(re.escape, (record.RUN, record.METRICS, record.VALIDATION)))}|loss\.png|sample\.txt"
+    r"|(generation_)?config\.json|model.*\.safetensors(\.index\.json)?"
+    r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|(merges|vocab)\.txt|chat_template\.jinja)"
+)
 # A resumed run may change these; anything else would make it another run.
 _FREE = {"out", "impl", "compile", "fsdp", "rows", "overrides"}
 
@@ -83,7 +91,8 @@ class Trained:
 
 def train_in_memory(settings: Settings, *, callbacks: list[TrainerCallback] | None = None) -> Trained:
     """One run for a caller who wants the model itself: `out` gets run.json and metrics.jsonl, and nothing else is
-    written, drawn, sampled or evaluated. It cannot be resumed; a run in `out` is replaced."""
+    written, drawn, sampled or evaluated. It cannot be resumed; a run in `out` is replaced. On a GPU the compiled step
+    keeps its memory until `torch._dynamo.reset()`."""
     encodings.build(settings.encoding)
     overrides = {"save_strategy": "no", "eval_strategy": "no", **settings.overrides}
     return _train_one(dataclasses.replace(settings, overrides=overrides), False, True, None, callbacks, bare=True)
@@ -121,9 +130,7 @@ def train(
         again = resume and (out / name / record.RUN).is_file()  # the kill may have come before this one began
         _say(f"== {spec}", main)
         folders[spec] = _train_one(one, again, overwrite, given, callbacks).folder
-        torch._dynamo.reset()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_graphs()
     if main:
         compare(folders, out)
     return list(folders.values())
@@ -181,10 +188,11 @@ def _folder(
 def _remove_run(out: Path) -> None:
     """Delete what a run writes, and nothing else."""
     for path in out.iterdir():
+        name = path.name.removeprefix(".")  # while it is written
         if path.is_dir():
-            if path.name.lstrip(".").startswith("checkpoint-") or path.name in ("tensorboard", ".final"):
+            if re.fullmatch(r"checkpoint-\d+|tensorboard|final", name):
                 shutil.rmtree(path)
-        elif path.suffix in (".json", ".jsonl", ".safetensors", ".png", ".txt") or path.name.startswith("."):
+        elif re.fullmatch(_FILES, name):
             path.unlink(missing_ok=True)
 
 
@@ -193,12 +201,15 @@ def _resumed(out: Path, settings: Settings, given: set[str] | None) -> Settings:
     chosen = dataclasses.asdict(settings)
     names = set(chosen) if given is None else given
     for name in sorted(names - _FREE):
+        if name == "data" and chosen[name] is None:  # the default, which the run has named
+            continue
         if chosen[name] != stored[name] and not _same_path(name, chosen[name], stored[name]):
             raise UserError(
                 f"{str(out)!r} was started with {name}={stored[name]!r}; --resume cannot change it to "
                 f"{chosen[name]!r}. Leave it out, or start another run"
             )
     free = {name: chosen[name] for name in names & _FREE}
+    free["overrides"] = stored["overrides"] | free.get("overrides", {})
     return Settings(**{**stored, **free, "out": str(out)})
 
 
@@ -386,12 +397,13 @@ def _run(
         settings.tokens_per_step or base.tokens_per_step,
         base.rows,
         state.num_processes,
-        settings.rows or overrides.pop("per_device_train_batch_size", None),
+        _either(settings.rows, "--rows", overrides, "per_device_train_batch_size"),
         overrides.pop("gradient_accumulation_steps", None),
     )
     steps = _steps(settings, overrides, base, data, spread)
-    rate = settings.learning_rate or overrides.pop("learning_rate", None) or base.learning_rate
-    warmup = settings.warmup if settings.warmup is not None else min(base.warmup, max(steps // 10, 1))
+    rate = _either(settings.learning_rate, "--learning-rate", overrides, "learning_rate") or base.learning_rate
+    warmup = _either(settings.warmup, "--warmup", overrides, "warmup_steps")
+    warmup = min(base.warmup, max(steps // 10, 1)) if warmup is None else warmup
 
     transformers_logging.disable_progress_bar()  # a bar for every file that is saved
     set_seed(settings.seed)
@@ -426,7 +438,7 @@ def _run(
     )
     run = record.RunFile(out, main)
     if resume:
-        _check_resume(run, data, out)
+        _check_resume(run, data, spread, out)
         for path in skipped:
             _say(f"passing over {path}: it is not complete", main)
         if run.content.get("status") == "complete":
@@ -501,7 +513,11 @@ def _run(
     began = time.perf_counter()
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        final_loss = trainer.evaluate()["eval_loss"] if held is not None and not _just_evaluated(out, steps) else None
+        if trainer.graphs and not bare:
+            _free_graphs()
+        # The last evaluation will do, unless an earlier checkpoint has been loaded since.
+        tested = _just_evaluated(out, steps) and not args.load_best_model_at_end
+        final_loss = trainer.evaluate()["eval_loss"] if held is not None and not tested else None
         if not bare:
             _save_final(trainer, out, main)
     except UserError as error:
@@ -530,6 +546,14 @@ def _run(
     return Trained(out, plain, tok, screen.rates)
 
 
+def _free_graphs() -> None:
+    """Give back the memory of a step, which its graphs keep as long as the compiled code is there."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class Collator:
     """`collate` with its border count, as an object a worker process can receive."""
 
@@ -540,10 +564,18 @@ class Collator:
         return collate(rows, self.borders)
 
 
+def _either(ours: Any, option: str, overrides: dict[str, Any], name: str) -> Any:
+    """What an option of ours says, or `--set` of the field it stands for, which is then taken out of the overrides."""
+    theirs = overrides.pop(name, None)
+    if ours is not None and theirs is not None and ours != theirs:
+        raise UserError(f"{option} {ours} and --set {name}={theirs} contradict each other: give one of them")
+    return theirs if ours is None else ours
+
+
 def _steps(
     settings: Settings, overrides: dict[str, Any], base: presets.Preset, data: TokenData, spread: presets.Shape
 ) -> int:
-    steps = settings.steps or overrides.pop("max_steps", None)
+    steps = _either(settings.steps, "--steps", overrides, "max_steps")
     epochs = overrides.pop("num_train_epochs", None)
     if steps is None and epochs is not None:
         steps = math.ceil(epochs * (len(data.train) // spread.length) / spread.rows_per_step)
@@ -567,10 +599,17 @@ def _just_evaluated(out: Path, steps: int) -> bool:
     return bool(lines) and lines[-1]["step"] == steps
 
 
-def _check_resume(run: record.RunFile, data: TokenData, out: Path) -> None:
+def _check_resume(run: record.RunFile, data: TokenData, spread: presets.Shape, out: Path) -> None:
     before = run.content.get("data", {}).get("fingerprint")
     if before is not None and before != data.fingerprint:
         raise UserError(f"the data in {data.folder} is not what {out} was started with (its fingerprint differs)")
+    tokens = run.content.get("tokens_per_step", spread.tokens_per_step)
+    if tokens != spread.tokens_per_step:
+        raise UserError(
+            f"{str(out)!r} was started with {tokens:,} tokens a step, and {spread.rows} windows of {spread.length} "
+            f"tokens, {spread.accumulation} times on {spread.processes} processes, are {spread.tokens_per_step:,}: "
+            "give --rows or gradient_accumulation_steps, not both, and the other follows"
+        )
 
 
 def _announce(
@@ -627,7 +666,7 @@ def _finish(
     mean = sum(x["loss"] for x in last) / len(last)
     evaluations = record.read_lines(out / record.VALIDATION)
     held = evaluations[-1]["loss"] if held is None and evaluations else held
-    text = None
+    text, speed = None, screen.mean_speed
     if not bare:
         entropy = data.unigram_entropy if settings.task == "clm" else None
         record.plot({settings.encoding: out}, out / "loss.png", entropy)
@@ -638,13 +677,14 @@ def _finish(
         status="complete",
         finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         seconds=round(seconds, 2),
-        tokens_per_second=screen.mean_speed,
+        tokens_per_second=speed if math.isfinite(speed) else None,
         train_loss=mean,
         validation_loss=held,
     )
     against = f" (unigram entropy of the corpus: {data.unigram_entropy:.3f})" if settings.task == "clm" else ""
     shown = f"\nvalidation loss {held:.3f}, perplexity {math.exp(min(held, 50)):.2f}" if held is not None else ""
-    _say(f"final loss {mean:.3f}{against}{shown}\n{seconds:.0f} s, {screen.mean_speed:,.0f} tokens/s", main)
+    pace = f", {speed:,.0f} tokens/s" if math.isfinite(speed) else ""
+    _say(f"final loss {mean:.3f}{against}{shown}\n{seconds:.0f} s{pace}", main)
     if text is not None:
         _say(f"-- a sample\n{text}\n--", main)
     _say(f"{out}", main)
@@ -682,7 +722,7 @@ def compare(folders: dict[str, Path], out: Path) -> None:
     rows = []
     for spec, folder in folders.items():
         run = json.loads((folder / record.RUN).read_text(encoding="utf-8"))
-        held = run["validation_loss"]
+        held, speed = run["validation_loss"], run["tokens_per_second"] or math.nan
         rows.append(
             {
                 "encoding": spec,
@@ -690,7 +730,7 @@ def compare(folders: dict[str, Path], out: Path) -> None:
                 "train loss": round(run["train_loss"], 4),
                 "validation loss": "" if held is None else round(held, 4),
                 "validation perplexity": "" if held is None else round(math.exp(min(held, 50)), 3),
-                "tokens per second": round(run["tokens_per_second"]) if math.isfinite(run["tokens_per_second"]) else "",
+                "tokens per second": round(speed) if math.isfinite(speed) else "",
                 "seconds": run["seconds"],
             }
         )

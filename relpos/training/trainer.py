@@ -94,7 +94,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class RelPosTrainer(Trainer):
-    """`on_flush` receives the finished steps as dicts, on every process; it may raise to stop the run."""
+    """`on_flush` receives the finished steps as dicts, on every process; it may raise to stop the run. The `grad_norm`
+    of a step that the optimizer skipped is None."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class RelPosTrainer(Trainer):
         self._loss_of_step: Tensor | None = None
         self._norm_of_step: Any = None
         self._parameters: int | None = None
-        self._steps: list[tuple[int, Tensor, Any, float]] = []  # not yet read back from the device
+        self._steps: list[tuple[int, Tensor, Any, float, bool]] = []  # not yet read back from the device
         super().__init__(*args, **kwargs)
 
     # Who is decayed.
@@ -136,19 +137,24 @@ class RelPosTrainer(Trainer):
             self._parameters = self.accelerator.unwrap_model(self.model).num_parameters(exclude_embeddings=True)
         return 6.0 * inputs["input_ids"].numel() * self._parameters
 
+    @property
+    def graphs(self) -> bool:
+        """Whether the compiled step is launched as CUDA graphs."""
+        plugin = self.accelerator.state.dynamo_plugin
+        return plugin.mode in GRAPHS or plugin.backend == DynamoBackend.CUDAGRAPHS
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """The parent's. CUDA graphs write every pass into the same memory, so what outlives a pass is copied: the loss,
-        and where a step has several, the gradients of the first, to which the others add theirs."""
-        plugin = self.accelerator.state.dynamo_plugin
-        graphs = plugin.mode in GRAPHS or plugin.backend == DynamoBackend.CUDAGRAPHS
-        first = graphs and all(parameter.grad is None for parameter in self.model.parameters())
+        and where a step has several, a parameter's first gradient, to which later passes add theirs."""
+        graphs = self.graphs
+        fresh = [parameter for parameter in self.model.parameters() if parameter.grad is None] if graphs else []
         if graphs:
             torch.compiler.cudagraph_mark_step_begin()
         loss = super().training_step(*args, **kwargs)
         if graphs:
             loss = loss.clone()
-        if first and not self.accelerator.sync_gradients:
-            for parameter in self.model.parameters():
+        if not self.accelerator.sync_gradients:
+            for parameter in fresh:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
         self._loss_of_step = loss if self._loss_of_step is None else self._loss_of_step + loss
@@ -162,7 +168,9 @@ class RelPosTrainer(Trainer):
         if self._loss_of_step is not None:  # the second call at the end of an epoch has no step of its own
             rate = kwargs.get("learning_rate")
             rate = self._get_learning_rate() if rate is None else rate
-            self._steps.append((self.state.global_step, self._loss_of_step, self._norm_of_step, float(rate)))
+            # As float16 does now and then: the gradients overflow, and from the next step on are scaled down.
+            skipped = self.accelerator.optimizer_step_was_skipped
+            self._steps.append((self.state.global_step, self._loss_of_step, self._norm_of_step, float(rate), skipped))
             self._loss_of_step = self._norm_of_step = None
         wanted = self.control.should_log or self.control.should_save or self.control.should_evaluate
         if wanted or self.control.should_training_stop or self.args.device.type == "cpu":
@@ -174,15 +182,15 @@ class RelPosTrainer(Trainer):
         if not self._steps:
             return
         steps, self._steps = self._steps, []
-        losses = torch.stack([loss.detach().float() for _, loss, _, _ in steps])
-        norms = torch.stack([_plain(norm, losses.device) for _, _, norm, _ in steps])
+        losses = torch.stack([loss.detach().float() for _, loss, *_ in steps])
+        norms = torch.stack([_plain(norm, losses.device) for _, _, norm, *_ in steps])
         if self.args.world_size > 1:
             losses = self.accelerator.reduce(losses, "mean")
         both = torch.stack([losses, norms]).tolist()
         self.on_flush(
             [
-                {"step": step, "loss": loss, "grad_norm": norm, "learning_rate": rate}
-                for (step, _, _, rate), loss, norm in zip(steps, *both, strict=True)
+                {"step": step, "loss": loss, "grad_norm": None if skipped else norm, "learning_rate": rate}
+                for (step, _, _, rate, skipped), loss, norm in zip(steps, *both, strict=True)
             ]
         )
 

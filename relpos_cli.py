@@ -525,6 +525,7 @@ def figure(
         view=view,
         checkpoints=checkpoints,
         shared=shared,
+        progress=True,
     )
     for path in written:
         print(path)
@@ -666,7 +667,7 @@ def explore(
     if export is not None:
         from relpos.explorer.export import page, write
 
-        print(write(page(Library(sources or [], length=length), layers=layers), export))
+        print(write(page(Library(sources or [], length=length), layers=layers, progress=True), export))
         return
     serve(sources or [], length=length, host=host, port=port, browser=browser)
 
@@ -688,9 +689,11 @@ def main(arguments: list[str] | None = None) -> None:
         if hasattr(error, "format_message"):  # click's own; typer carries a private copy of click in some versions
             _fail(error.format_message(), "Try 'relpos --help'." if hasattr(error, "ctx") else "")
         errors = sys.modules.get("relpos.errors")
-        if errors is None or not isinstance(error, errors.UserError):
-            raise
-        _fail(str(error))
+        if errors is not None and isinstance(error, errors.UserError):
+            _fail(str(error))
+        if isinstance(error, OSError) and error.strerror:  # a path that cannot be used, a full disk
+            _fail(f"{error.filename!r}: {error.strerror}" if error.filename is not None else error.strerror)
+        raise
 
 
 def _fail(message: str, hint: str = "") -> None:

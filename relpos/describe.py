@@ -153,6 +153,8 @@ def _info_run(folder: Path) -> list[tuple[str, list[tuple[str, str]]]]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
         raise UserError(f"{str(path)!r} is not valid JSON ({error}): is the download complete?") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{str(path)!r} holds no settings of a model, but {type(config).__name__}")
     rows = [(key, str(value)) for key, value in sorted(config.items()) if not isinstance(value, (dict, list))]
     result = [(str(folder), rows)]
     specs = config.get("encoding")

@@ -13,6 +13,7 @@ class UserError(ValueError):
 def nearest(wrong: str, known: Iterable[str]) -> str:
     """` Did you mean "x"?` for a close name, then the list of names that would work."""
     known = list(known)
-    close = difflib.get_close_matches(wrong, known, n=3, cutoff=0.5)
+    by_lower = {name.lower(): name for name in known}
+    close = [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=3, cutoff=0.5)]
     hint = f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
     return f"{hint} Known: {', '.join(known)}." if known else hint

@@ -160,6 +160,8 @@ def plan(study: Study) -> list[Job]:
         raise UserError(f"{', '.join(specs) or 'the list'} names no encoding, or one of them twice")
     if not study.seeds or len(set(study.seeds)) < len(study.seeds) or min(study.seeds) < 0:
         raise UserError(f"seeds are different whole numbers from 0 on, not {list(study.seeds)}")
+    if study.learning_rate is not None and not 0 < study.learning_rate < math.inf:
+        raise UserError(f"the learning rate must be above 0, not {study.learning_rate}")
     dense = [spec for spec in specs if not fusable(encodings.build(spec))]
     bases = [base for base in dict.fromkeys(map(base_of, dense)) if base is not None]
     small = study.dense_tokens or max(study.tokens // 8, study.tokens_per_step)

@@ -26,6 +26,8 @@ from typing import Union
 import torch
 from torch import Tensor
 
+from relpos.errors import UserError
+
 
 def full_precision(x: Tensor) -> torch.autocast:
     """Autocast off around the arithmetic of positions: it would run a float32 matrix product in bfloat16."""
@@ -104,6 +106,21 @@ class Rotation:
     k_cos: Tensor  # [1 or B, Tk, R]
     k_sin: Tensor
     interleaved: bool = False  # pairs (2t, 2t+1); otherwise (t, t + R)
+
+
+def check_borders(cu_seqlens: Tensor, length: int) -> None:
+    """UserError for borders of documents that are none. Their values are read on the CPU alone, and not in a compiled
+    model: elsewhere the host would wait for them."""
+    if cu_seqlens.is_floating_point() or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise UserError(
+            f"cu_seqlens must be one row of document borders, whole numbers from 0 to {length}, not "
+            f"{list(cu_seqlens.shape)} of {cu_seqlens.dtype}"
+        )
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        borders = cu_seqlens.tolist()
+        if borders[0] != 0 or borders[-1] != length or sorted(borders) != borders:
+            shown = f"{borders[:8]}{'...' if len(borders) > 8 else ''}"
+            raise UserError(f"cu_seqlens must rise from 0 to {length}, the number of tokens; it is {shown}")
 
 
 @dataclass(frozen=True)

@@ -520,7 +520,11 @@ def test_bad_input():
     bad("key_padding_mask must be bool, True for real tokens, not torch.float32", key_padding_mask=x(2, 6))
     bad("batch must be 1, not 2", cu_seqlens=torch.tensor([0, 6]))
     one = {"q": x(1, 4, 6, 8), "k": x(1, 4, 6, 8), "v": x(1, 4, 6, 8)}
-    bad("cu_seqlens must be one row of document borders, from 0 to 6", cu_seqlens=torch.tensor([[0, 6]]), **one)
+    borders = "cu_seqlens must be one row of document borders, whole numbers from 0 to 6"
+    bad(borders, cu_seqlens=torch.tensor([[0, 6]]), **one)
+    bad(borders, cu_seqlens=torch.tensor([0.0, 6.0]), **one)
+    for wrong in ([2, 6], [0, 5], [0, 4, 3, 6]):
+        bad(r"cu_seqlens must rise from 0 to 6, the number of tokens; it is \[", cu_seqlens=torch.tensor(wrong), **one)
     bad("pass no key_padding_mask", cu_seqlens=torch.tensor([0, 6]), key_padding_mask=x(1, 6) == 0, **one)
     bad("pass no key_padding_mask or positions", cu_seqlens=torch.tensor([0, 6]), positions=x(1, 6).long(), **one)
     bad("q_offset=7 puts 6 queries outside 6 keys", q_offset=7)

@@ -340,6 +340,10 @@ def test_mistakes_in_sources(tmp_path, monkeypatch):
     fails("needs pyarrow", file("x.parquet", b"PAR1"))
     monkeypatch.delitem(sys.modules, "pyarrow")
     fails("not a whole Parquet", file("x.parquet", b"PAR1xxxx"))
+    fails("cannot be in .*ids 0 to 65535", file("tokens.bin", b"\1\0\2\0"), None, eot=1 << 16)
+    fails("--eot is a token id, from 0 on, not -1", file("tokens.bin", b"\1\0\2\0"), None, eot=-1)
+    fails("to ten million", file("a.txt", b"text"), "bpe:99999999999")
+    fails("holds int and no text in the field 'text'.* 'test'", file("a.jsonl", b'{"text": 3, "test": "a"}'))
     fails("is empty", file("empty.txt", b""))
     fails("is empty", file("blank.txt", b"  \n\0 "))
     fails("not UTF-8", file("latin.txt", b"caf\xe9 au lait"))
@@ -354,7 +358,7 @@ def test_mistakes_in_sources(tmp_path, monkeypatch):
     fails("truncated or damaged", file("cut.bin.xz", whole[:-20]), eot=199)
     good = file("good.txt", b"some text")
     fails("no tokenizer 'byte'", good, "byte")
-    fails("at least 257", good, "bpe:12")
+    fails("a size from 257", good, "bpe:12")
     fails("line 1 is not 'base64 rank'", good, str(file("ranks.tiktoken", b"not ranks at all\n")))
     fails("say which tokenizer", good, None)
     fails("--validation is a share", good, validation=1.5)
@@ -392,6 +396,11 @@ def test_mistakes_in_shards(tmp_path):
         TokenData(broken(lambda d: os.truncate(d / "validation-00000.bin", 100)))
     with pytest.raises(UserError, match="is damaged"):
         TokenData(broken(lambda d: (d / "index.json").write_text("{")))
+    with pytest.raises(UserError, match="is not a tokenizer.json"):
+        TokenData(broken(lambda d: (d / "tokenizer" / "tokenizer.json").write_text("{"))).verify()
+    other = tokenizer.load("bpe:300", ["some text to learn from " * 50])
+    with pytest.raises(UserError, match="is not the one that made the data"):
+        TokenData(broken(lambda d: other.save(d / "tokenizer"))).verify()
     with pytest.raises(UserError, match="not an index"):
         TokenData(broken(lambda d: (d / "index.json").write_text('{"weight_map": {}}')))
     with pytest.raises(UserError, match="version 99"):

@@ -625,6 +625,15 @@ def test_compare_warns_and_rejects(tmp_path, capsys):
     assert "**Warning.** The columns were scored on different texts" in (tmp_path / "out" / "comparison.md").read_text()
     assert command("compare", tmp_path / "broken.json", "--out", tmp_path / "none") == 2
     assert command("compare", tmp_path / "nowhere.json", "--out", tmp_path / "none") == 2
+    capsys.readouterr()
+    for part in ("model", "interval", "protocols"):
+        results.write_json(tmp_path / "cut.json", {key: what for key, what in value.items() if key != part})
+        assert command("compare", tmp_path / "cut.json", "--out", tmp_path / "none") == 2
+        assert f"cut.json is no whole result: {part} is not there" in capsys.readouterr().err
+    value["protocols"]["blocks"]["results"][0].pop("status")
+    results.write_json(tmp_path / "cut.json", value)
+    assert command("compare", tmp_path / "cut.json", "--out", tmp_path / "none") == 2
+    assert "blocks.results: rows with length and status is not there" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 

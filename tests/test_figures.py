@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -325,6 +326,10 @@ def test_mistakes_get_one_message(run, tmp_path, capsys, monkeypatch):
         (["alibi", "--heads", "13"], "no head 13"),
         (["alibi", "--heads", "0"], "no head 0"),
         (["alibi", "--heads", "first"], "1,3,5-8"),
+        (["alibi", "--heads", "1-99999999999"], "no head 13"),
+        (["alibi", "--kind", "scores"], "draw them from a model"),
+        (["cable", "--text", "nowhere.txt"], "no text file 'nowhere.txt'"),
+        (["alibi", "--length", "32", "--out", "short.txt"], "cannot write"),
         (["alibi", "--layer", "3"], "no layer 3"),
         (["alibi", "--kind", "biass"], "Did you mean 'bias'"),
         (["alibi", "--format", "gif"], "no picture format 'gif'"),
@@ -356,3 +361,16 @@ def test_two_sources_of_one_name_do_not_overwrite_each_other(tmp_path):
 def test_maps_with_one_value():
     held = capture.from_spec("cope", length=16)  # zero at its initial parameters
     drawing.draw(figures.collect(held, figures.Options())).savefig("/dev/null", format="png", dpi=20)
+
+
+def test_a_dollar_sign_is_a_dollar_sign():
+    """In a name or a note, where it is no mathematics, and would often be wrong as such."""
+    fig = style.Figure(figsize=(2, 1))
+    texts = [fig.text(0.1, 0.5, text) for text in ("costs $a_{ and $b", "$x$")]
+    fig.savefig(io.BytesIO(), format="png")
+    assert all(not text.get_parse_math() for text in texts)
+    ax = fig.add_subplot()
+    ax.set_yscale("log")
+    fig.savefig(io.BytesIO(), format="png")
+    labels = [label for label in ax.get_yticklabels() if label.get_text()]
+    assert labels and all(label.get_parse_math() for label in labels)  # powers of ten stay mathematics

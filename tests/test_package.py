@@ -223,6 +223,10 @@ def test_the_formula_is_that_of_the_options():
     "arguments, words",
     [
         (["info", "alibl"], ["alibl", "alibi"]),
+        (["info", "ALIBI"], ["Did you mean 'alibi'?"]),
+        (["info", "learned:max_positions=99999999999999"], ["too large for this machine"]),
+        (["info", "inkling:rank=999999999999"], ["too large for this machine"]),
+        (["info", "fire:length=99999999999999999999999999"], ["from 1 to 2147483647"]),
         (["info", "kerple:form=lgo"], ["form='lgo'", "log, power"]),
         (["info", "kerple:fom=log"], ["no option 'fom'", "'form'"]),
         (["info"], ["SPEC|RUN"]),
@@ -235,6 +239,9 @@ def test_the_formula_is_that_of_the_options():
         (["train", "--encoding", "rope,alibi", "--encoding", "rope"], ["the same encoding twice"]),
         (["train", "--encoding", "t5:form=clipped", "--encoding", "clip=9"], ["no encoding 'clip=9'"]),
         (["--plugin", "nowhere.py", "encodings"], ["nowhere.py"]),
+        (["--plugin", "LICENSE", "encodings"], ["'LICENSE' is no Python file"]),
+        (["data", "prepare", "stdlib", "--tokenizer", "bytes", "--out", "LICENSE"], ["'LICENSE': File exists"]),
+        (["explore", "--export", "LICENSE/page.html", "alibi"], ["cannot write 'LICENSE/page.html'"]),
     ],
 )
 def test_mistakes_get_one_message_and_status_2(arguments, words, capsys, monkeypatch):

@@ -616,6 +616,19 @@ def test_mistakes_leave_nothing_behind(data, tmp_path):
     fails("fewer than one window", length=1 << 20, tokens_per_step=1 << 20)
     fails("--vocab-size 100 is too small", vocab_size=100)
     fails("at least one step", steps=-1)
+    fails("at least one step", steps=0)
+    fails("length must be a whole number from 1 on, not 0", length=0)
+    fails("rows must be a whole number from 1 on, not 0", rows=0)
+    fails("learning rate must be above 0, not -1", learning_rate=-1.0)
+    fails("learning rate must be above 0, not nan", learning_rate=math.nan)
+    fails("warm-up must be 0 or more", warmup=-1)
+    fails("seed must be from 0", seed=-1)
+    fails("the memory of this machine does not hold", vocab_size=10**14)
+    fails("intermediate_size must be a positive", config={**SMALL, "intermediate_size": 0})
+    fails("initializer_range must be 0 or more", config={**SMALL, "initializer_range": -1})
+    fails(r"the Trainer refuses these settings \(.*adam_beta1.*Invalid beta", overrides={"adam_beta1": 2})
+    fails(r"the Trainer refuses these settings .*wandb", overrides={"report_to": "wandb"})
+    fails("scale must be a number above 0, not 'abc'", config={**SMALL, "scale": "abc"})
     fails("is no folder with a model", init_from=str(tmp_path / "nowhere"))
     fails("table of 16 positions.*max_positions=32", encoding="learned:max_positions=16")
     fails("heads do not divide", config={**SMALL, "num_attention_heads": 5})
@@ -713,6 +726,27 @@ def test_the_best_model_is_the_one_described(data, tmp_path):
     tested = [json.loads(line)["loss"] for line in (out / "validation.jsonl").read_text().splitlines()]
     assert tested[1] > tested[0] + 1
     assert json.loads((out / "run.json").read_text())["validation_loss"] == pytest.approx(tested[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("task", ["clm", "mlm"])
+def test_a_short_table_ends_with_a_short_sample(data, tmp_path, task):
+    out = tmp_path / "run"
+    train(settings(data, out, steps=2, task=task, encoding="learned:max_positions=33"))
+    assert json.loads((out / "run.json").read_text())["status"] == "complete" and (out / "sample.txt").is_file()
+
+
+def test_a_damaged_record_is_said(data, tmp_path):
+    out = tmp_path / "run"
+    train(settings(data, out, steps=2))
+    run = json.loads((out / "run.json").read_text()) | {"status": "running"}
+    (out / "run.json").write_text(json.dumps(run))
+    (out / "metrics.jsonl").write_text("no JSON\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: .*'no JSON'"):
+        train(settings(data, out, steps=2), resume=True)
+    for text in ("{", "[]", "{}"):
+        (out / "run.json").write_text(text)
+        with pytest.raises(UserError, match=r"run.json is damaged"):
+            train(settings(data, out, steps=2), resume=True)
 
 
 def test_a_run_of_one_step_has_no_speed(data, tmp_path):

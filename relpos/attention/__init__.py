@@ -17,7 +17,7 @@ from torch import Tensor
 from relpos.attention import blockwise, cpu, reference, rotary
 from relpos.encodings import Encoding, build
 from relpos.errors import UserError, nearest
-from relpos.terms import Context, Layout, Rotation, Term
+from relpos.terms import Context, Layout, Rotation, Term, check_borders
 
 IMPLEMENTATIONS = ("auto", "reference", "blockwise", "fused")
 DENSE_CELLS = 1 << 23  # up to so many score cells the dense reference is the faster of the two on a CPU
@@ -154,11 +154,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) 
     if mask is not None and mask.is_floating_point():  # of those that are added, 0 means a real token
         raise UserError(f"key_padding_mask must be bool, True for real tokens, not {mask.dtype}")
     if layout.cu_seqlens is not None:
-        if layout.cu_seqlens.dim() != 1:
-            raise UserError(
-                f"cu_seqlens must be one row of document borders, from 0 to {layout.Tk}, not of the shape "
-                f"{list(layout.cu_seqlens.shape)}"
-            )
+        check_borders(layout.cu_seqlens, layout.Tk)
         if B != 1:
             raise UserError(f"cu_seqlens packs documents into one row: batch must be 1, not {B}")
         if mask is not None or layout.positions is not None:

@@ -146,6 +146,8 @@ def load_model(folder: Path) -> nn.Module:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{str(folder / 'config.json')!r} is not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{str(folder / 'config.json')!r} holds no settings of a model, but {type(raw).__name__}")
     kind = raw.get("model_type", "")
     with quiet():
         return _load(folder, kind)
@@ -251,7 +253,7 @@ def _tokens(
     if len(ids) < length:
         raise UserError(
             f"{path.name} has {len(ids)} tokens with this model's tokenizer and the length is {length}: give a longer "
-            f"text, or --length {len(ids)}"
+            + (f"text, or --length {len(ids)}" if len(ids) else "text")
         )
     ids = ids[:length]
     if int(ids.max()) >= vocab:

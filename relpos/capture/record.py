@@ -151,6 +151,8 @@ class Capture:
                 f"{self.title} adds nothing to the scores: draw kind 'scores' or 'weights' instead of 'bias'"
             )
         if (kind == "scores" or self.rescores(layer)) and (held.q is None or held.k is None):
+            if "model" not in self.provenance:
+                raise UserError(f"{self.title} by itself has no q and k, which {kind} need: draw them from a model")
             raise UserError(
                 f"this capture of {self.title} holds no q and k for layer {layer}, which {kind} need: capture the "
                 "model again with --content, or draw from the model itself"

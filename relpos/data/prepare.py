@@ -64,6 +64,8 @@ def prepare(
     for name, value in (("--shard-tokens", shard_tokens), ("--max-tokens", max_tokens), ("--workers", workers)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
+    if eot is not None and not 0 <= eot < 1 << 32:
+        raise UserError(f"--eot is a token id, from 0 on, not {eot}")
     if not separator:
         raise UserError("--separator cannot be empty; leave it out to split at NUL characters")
     options = sources.Options(field=field, separator=separator, eot=eot, split=split, config=config)

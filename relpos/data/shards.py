@@ -113,6 +113,11 @@ class TokenData:
 
     def verify(self) -> None:
         """Compare the checksum of every file with the index."""
+        if self.tokenizer_hash is not None and self.tokenizer_folder is not None:
+            from relpos.data import tokenizer
+
+            if tokenizer.load(self.tokenizer_folder).hash != self.tokenizer_hash:
+                raise UserError(f"the tokenizer in {self.tokenizer_folder} is not the one that made the data")
         for stream in (self.train, self.validation):
             for shard in stream.shards:
                 for name, expected in ((shard.file, shard.sha256), (shard.starts, shard.starts_sha256)):

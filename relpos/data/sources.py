@@ -294,8 +294,9 @@ def _field(row: Any, name: str, where: str) -> str:
         raise UserError(f"{where}: expected an object with the field {name!r}, found {type(row).__name__}")
     text = row.get(name)
     if not isinstance(text, str):
-        what = "has no field" if name not in row else "holds no text in the field"
-        raise UserError(f"{where} {what} {name!r}; say which with --field.{nearest(name, row)}")
+        texts = [key for key, value in row.items() if isinstance(value, str)]
+        what = "has no field" if name not in row else f"holds {type(text).__name__} and no text in the field"
+        raise UserError(f"{where} {what} {name!r}; say which with --field.{nearest(name, texts)}")
     return text
 
 
@@ -330,6 +331,8 @@ def _parquet(unit: Unit, options: Options) -> Iterator[Piece]:
 
 def _tokens(unit: Unit, options: Options) -> Iterator[Piece]:
     """Little-endian uint16; a document ends with the token `eot`, which stays."""
+    if options.eot is not None and options.eot >= 1 << 16:
+        raise UserError(f"--eot {options.eot} cannot be in {unit.path}: its tokens take two bytes, ids 0 to 65535")
     started = False
     left = b""
     for block in _blocks(unit, 2 * _BLOCK):

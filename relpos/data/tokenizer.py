@@ -228,8 +228,10 @@ def load(spec: str | Path, corpus: Iterable[str] = (), eot: int | None = None) -
 def size_of_spec(spec: str) -> int:
     """The vocabulary size that `bpe:4096` asks for."""
     text = spec.partition(":")[2]
-    if not text.isdecimal() or int(text) < 257:
-        raise UserError(f"{spec!r}: a BPE needs a size of at least 257 (256 bytes and <|endoftext|>), such as bpe:4096")
+    if not text.isdecimal() or not 257 <= int(text) <= 10**7:
+        raise UserError(
+            f"{spec!r}: a BPE needs a size from 257 (256 bytes and <|endoftext|>) to ten million, such as bpe:4096"
+        )
     return int(text)
 
 
@@ -363,8 +365,7 @@ def _through_transformers(folder: Path) -> Tokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{folder} holds no tokenizer (tokenizer.json, or vocab.json + merges.txt): {first}") from None
+        raise UserError(f"{folder} holds no tokenizer (tokenizer.json, or vocab.json + merges.txt)") from error
     # A folder with a model and no tokenizer files can give an empty tokenizer of the model's kind.
     if len(tokenizer) < 32 or not tokenizer("a text")["input_ids"]:
         raise UserError(f"{folder} holds no tokenizer (tokenizer.json, or vocab.json + merges.txt)")

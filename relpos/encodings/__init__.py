@@ -116,7 +116,8 @@ def load_file(path: str | Path) -> type[Encoding]:
             return _registered[name]
         del _registered[name]
     spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise UserError(f"{str(path)!r} is no Python file: its name should end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
@@ -279,10 +280,24 @@ def build(
             values[key] = _convert(text, known[key][0])
         except ValueError:
             raise UserError(f"{cls.name}: {key}={text!r} is not {describe_type(known[key][0])}") from None
-    encoding = cls(heads=heads, head_dim=head_dim, hidden_size=hidden_size, **values)
-    if reset:
-        encoding.reset_parameters()
+    needed = [key for key, (_, default) in known.items() if default is inspect.Parameter.empty and key not in values]
+    if needed:
+        raise UserError(f"{cls.name}: its option {needed[0]!r} has no default; every option of an encoding needs one")
+    try:
+        encoding = cls(heads=heads, head_dim=head_dim, hidden_size=hidden_size, **values)
+        if reset:
+            encoding.reset_parameters()
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        if values and (not isinstance(error, RuntimeError) or _too_large(error)):
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"{spec} is too large for this machine, or for a number: {first[:200]}") from error
+        raise
     return encoding
+
+
+def _too_large(error: RuntimeError) -> bool:
+    """Whether PyTorch says that there is no such number or not so much memory."""
+    return any(word in str(error) for word in ("allocate", "overflow", "out of memory", "Storage size", "too large"))
 
 
 def slug(spec: str) -> str:

@@ -34,7 +34,7 @@ class Fire(Encoding):
     ):
         super().__init__(heads=heads, head_dim=head_dim, hidden_size=hidden_size, share=share)
         self.require(width >= 1, f"width must be at least 1, not {width}")
-        self.require(length >= 1, f"length must be at least 1, not {length}")
+        self.require(1 <= length < 1 << 31, f"length must be from 1 to 2147483647, not {length}")
         self.length = length
         self.inner = nn.Linear(1, width)
         self.outer = nn.Linear(width, heads)

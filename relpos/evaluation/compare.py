@@ -352,8 +352,9 @@ def latex(comparison: Comparison) -> str:
                 for text, bold in _cells(comparison, protocol, T)
             ]
             lines.append(" & ".join([str(T), *cells]) + r" \\")
-        why = [*comparison.warnings, *reasons(comparison)]
-        note = (" Not measured: " if reasons(comparison) else " ") + "; ".join(why) + "." if why else ""
+        missing = reasons(comparison)
+        note = "".join(f" {warning}" for warning in comparison.warnings)
+        note += f" Not measured: {'; '.join(missing)}." if missing else ""
         lines += [
             r"\bottomrule",
             r"\end{tabular}",

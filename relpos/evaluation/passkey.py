@@ -66,10 +66,12 @@ class Grid:
     def resolve(self) -> Grid:
         if not self.lengths or min(self.lengths) < 1:
             raise UserError(f"lengths must be whole numbers of tokens from 1 on, not {list(self.lengths)}")
-        if not self.depths or min(self.depths) < 0 or max(self.depths) > 1:
+        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise UserError(f"depths lie between 0 (the beginning) and 1 (the end), not {list(self.depths)}")
         if self.keys < 1:
             raise UserError(f"each cell needs at least one key, not {self.keys}")
+        if self.seed < 0:
+            raise UserError(f"the seed must be 0 or more, not {self.seed}")
         return Grid(tuple(sorted(set(self.lengths))), tuple(sorted(set(self.depths))), self.keys, self.seed)
 
 

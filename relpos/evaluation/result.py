@@ -55,7 +55,43 @@ def read_json(path: str | Path, formats: tuple[str, ...] = (PERPLEXITY, PASSKEY)
             f"{path} has format version {value.get('format_version')}; this relpos reads up to {FORMAT_VERSION}. "
             "Read it with the relpos that wrote it, or a newer one"
         )
+    lost = _lacking(value, _PARTS[value["format"]])
+    for name, protocol in (value["protocols"] if value["format"] == PERPLEXITY and not lost else {}).items():
+        lost = lost or _lacking({name: protocol}, {name: _PROTOCOL})
+    if lost:
+        raise UserError(f"{path} is no whole result: {lost} is not there")
     return value
+
+
+_PROTOCOL: dict[str, Any] = {"statement": {}, "scored": {"fingerprint": {}}, "clusters": {"what": {}}, "results": []}
+_MODEL: dict[str, Any] = dict.fromkeys(("name", "encoding", "train_length", "dtype", "fingerprint"), {})
+_PARTS: dict[str, dict[str, Any]] = {
+    PERPLEXITY: {
+        "model": _MODEL,
+        "data": {"source": {}, "fingerprint": {}},
+        "settings": {},
+        "interval": {"method": {}},
+        "protocols": {},
+    },
+    PASSKEY: {"model": _MODEL, "settings": {}, "protocol": {"statement": {}}, "results": []},
+}
+
+
+def _lacking(value: Any, parts: dict[str, Any], where: str = "") -> str:
+    """The first of these parts that a result lacks, "" if it has all. A part with parts of its own is an object, one
+    with a list has rows with a length and a status."""
+    for name, inner in parts.items():
+        if not isinstance(value, dict) or name not in value:
+            return f"{where}{name}"
+        if isinstance(inner, list):
+            rows = value[name] if isinstance(value[name], list) else [None]
+            if not all(isinstance(row, dict) and {"length", "status"} <= set(row) for row in rows):
+                return f"{where}{name}: rows with length and status"
+        elif inner:
+            lost = _lacking(value[name], inner, f"{where}{name}.")
+            if lost:
+                return lost
+    return ""
 
 
 def pack(values: np.ndarray) -> str:

@@ -10,6 +10,7 @@ server would have been asked.
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import html
 import json
@@ -20,6 +21,7 @@ from typing import Any
 
 from relpos import __version__, encodings
 from relpos.capture import KINDS
+from relpos.data.progress import Progress
 from relpos.errors import UserError
 from relpos.explorer import playground as _playground
 from relpos.explorer import wire
@@ -80,12 +82,21 @@ def _element(key: str, data: bytes) -> str:
     return f'<script type="application/octet-stream" data-key="{html.escape(key)}">{text}</script>'
 
 
-def page(library: Library, *, layers: str = "held", playground: bool = True) -> str:
+def page(library: Library, *, layers: str = "held", playground: bool = True, progress: bool = False) -> str:
     """One self-contained document. `layers` is "held" (those whose text-dependent part is at hand), "last" or "all"."""
     if layers not in ("held", "last", "all"):
         raise UserError(f"layers of an exported page are 'held', 'last' or 'all', not {layers!r}")
+    with Progress("collecting", progress) as bar:
+        return _page(library, layers, playground, bar)
+
+
+def _page(library: Library, layers: str, playground: bool, bar: Progress) -> str:
     held: dict[str, bytes] = {}
+    names = encodings.names() if playground else []
+    steps = iter(range(len(library.sources) + len(names)))
+    most = max(len(library.sources) + len(names), 1)
     for key, source in library.sources.items():
+        bar(next(steps) / most, source.name)
         capture, facts = source.held(), source.facts()
         if layers == "last":
             wanted = [capture.num_layers - 1]
@@ -99,15 +110,15 @@ def page(library: Library, *, layers: str = "held", playground: bool = True) -> 
                 query = f"source={key}&layer={number}&kind={kind}"
                 held[f"api/maps?{query}"] = wire.maps(capture, kind, int(number))
                 held[f"api/profile?{query}"] = wire.profile(capture, kind, int(number))
-    if playground:
-        for name in encodings.names():
-            for request in _playground.variants(name):
-                address = "api/playground " + json.dumps(request, sort_keys=True, separators=(",", ":"))
-                try:
-                    answer = _playground.answer({**request, "length": PLAY_LENGTH, "heads": PLAY_HEADS})
-                except UserError as error:
-                    answer = json.dumps({"error": str(error)}).encode()
-                held[address] = answer
+    for name in names:
+        bar(next(steps) / most, f"playground: {name}")
+        for request in _playground.variants(name):
+            address = "api/playground " + json.dumps(request, sort_keys=True, separators=(",", ":"))
+            try:
+                answer = _playground.answer({**request, "length": PLAY_LENGTH, "heads": PLAY_HEADS})
+            except UserError as error:
+                answer = json.dumps({"error": str(error)}).encode()
+            held[address] = answer
     told_index = index(library, live=False) | ({} if playground else {"encodings": []})
     held["api/index"] = json.dumps(told_index).encode()
     data = "\n".join(_element(key, value) for key, value in held.items())
@@ -122,6 +133,7 @@ def write(text: str, path: Path) -> Path:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where a file stands in place of the folder
+            temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
     return path

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import numpy as np
 
 from relpos import capture as captures
 from relpos.capture import Capture
+from relpos.data.progress import Progress
 from relpos.errors import UserError, nearest
 from relpos.figures import maps as _maps
 from relpos.figures import profile as _profile
@@ -64,6 +66,8 @@ class Options:
         for one in self.formats:
             if one not in FORMATS:
                 raise UserError(f"there is no picture format {one!r}.{nearest(one, FORMATS)}")
+        if self.text is not None and not Path(self.text).is_file():
+            raise UserError(f"there is no text file {str(self.text)!r}")
         if self.length is not None and not 1 <= self.length <= captures.MAX_LENGTH:
             raise UserError(f"length must be between 1 and {captures.MAX_LENGTH}, not {self.length}")
 
@@ -295,22 +299,30 @@ def figure(*sources: Source, out: str | Path | None = None, **given: Any) -> Fig
     return sheet
 
 
-def write(sources: Sequence[Source] = (), *, out: str | Path = "figures", **given: Any) -> list[Path]:
+def write(
+    sources: Sequence[Source] = (), *, out: str | Path = "figures", progress: bool = False, **given: Any
+) -> list[Path]:
     """Draw every source into a folder, then a contact sheet of all. Returns the files, the sheet first."""
     options = _options(given)
     folder = Path(out)
     written: list[Path] = []
     drawn: list[Drawn] = []
     used: dict[str, int] = {}
-    for one in _draw(sources or shipped(), options):
-        used[one.name] = used.get(one.name, 0) + 1
-        if used[one.name] > 1:  # two sources of one name: neither overwrites the other
-            one.name += f"-{used[one.name]}"
-        written += _write_one(one, folder, options)
-        one.fig.clear()  # a dozen large pictures need not stay in memory
-        drawn.append(one)
-    if len(drawn) > 1 and all(one.maps is not None for one in drawn):
-        written = save(_sheet_of(drawn), folder, "contact-sheet", options.formats) + written
+    chosen = list(sources or shipped())
+    names = [Path(what).name.removesuffix(".safetensors") if isinstance(what, (str, Path)) else "" for what in chosen]
+    coming = [*names, "contact sheet"]
+    with Progress("drawing", progress) as bar:
+        bar(0.0, coming[0])
+        for number, one in enumerate(_draw(chosen, options), 1):
+            used[one.name] = used.get(one.name, 0) + 1
+            if used[one.name] > 1:  # two sources of one name: neither overwrites the other
+                one.name += f"-{used[one.name]}"
+            written += _write_one(one, folder, options)
+            one.fig.clear()  # a dozen large pictures need not stay in memory
+            drawn.append(one)
+            bar(number / len(coming), coming[number])
+        if len(drawn) > 1 and all(one.maps is not None for one in drawn):
+            written = save(_sheet_of(drawn), folder, "contact-sheet", options.formats) + written
     return written
 
 
@@ -347,6 +359,7 @@ def _whole(path: Path, put: Any) -> Path:
         put(temporary)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where a file stands in place of the folder
+            temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
     return path

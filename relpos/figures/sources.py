@@ -87,7 +87,8 @@ def parse_heads(text: str | Sequence[int] | None, count: int) -> list[int]:
             match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
             if not match:
                 raise UserError(f"heads are 'all' or numbers such as 1,3,5-8, not {text!r}")
-            wanted += range(int(match.group(1)), int(match.group(2) or match.group(1)) + 1)
+            first, last = int(match.group(1)), int(match.group(2) or match.group(1))
+            wanted += range(first, min(last, max(first, count + 1)) + 1)  # one too many is enough to be refused
     else:
         wanted = [int(head) for head in text]
     for head in wanted:

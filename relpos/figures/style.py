@@ -10,6 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.colors import Colormap, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure as _Figure
+from matplotlib.text import Text
 
 RC: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so a picture is the same everywhere
@@ -27,7 +28,14 @@ DPI = 176  # of written pictures: 512 cells in a panel of 2.91 inches, a pixel e
 
 
 class Figure(_Figure):
-    """A matplotlib Figure that a notebook shows whether or not pyplot was ever imported."""
+    """A matplotlib Figure that a notebook shows whether or not pyplot was ever imported, and in which a dollar sign, of
+    a folder's name or a note, is a dollar sign."""
+
+    def draw(self, renderer: Any) -> None:
+        for text in self.findobj(Text):
+            if "$" in text.get_text() and not text.get_text().startswith(r"$\mathdefault"):  # as formatters of ticks do
+                text.set_parse_math(False)
+        super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()

@@ -105,6 +105,12 @@ class RelPosConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a positive whole number, not {value!r}")
+        for name in ("num_key_value_heads", "intermediate_size", "train_length"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"{name} must be a positive whole number, or None, not {value!r}")
+        if not isinstance(self.initializer_range, (int, float)) or not self.initializer_range >= 0:
+            raise UserError(f"initializer_range must be 0 or more, not {self.initializer_range!r}")
         if self.hidden_size % self.num_attention_heads:
             fits = [h for h in range(1, self.hidden_size + 1) if self.hidden_size % h == 0]
             close = sorted(fits, key=lambda h: abs(h - self.num_attention_heads))[:3]
@@ -117,8 +123,6 @@ class RelPosConfig(PreTrainedConfig):
                 f"{self.num_attention_heads} query heads cannot share {self.kv_heads} key heads: "
                 "num_key_value_heads must divide num_attention_heads"
             )
-        if self.train_length is not None and (not isinstance(self.train_length, int) or self.train_length < 1):
-            raise UserError(f"train_length must be a positive whole number, not {self.train_length!r}")
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout must be in [0, 1), not {self.dropout!r}")
         check_impl(self.impl)

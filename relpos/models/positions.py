@@ -18,7 +18,7 @@ from relpos.encodings import Encoding
 from relpos.errors import UserError
 from relpos.models.cache import RelPosCacheLayer
 from relpos.models.config import RelPosConfig
-from relpos.terms import Context, Layout, Rotation, Term
+from relpos.terms import Context, Layout, Rotation, Term, check_borders
 
 
 def layout_of(
@@ -42,6 +42,7 @@ def layout_of(
             f"{list(attention_mask.shape)}"
         )
     if cu_seqlens is not None:
+        check_borders(cu_seqlens, T)
         if B != 1:
             raise UserError(f"cu_seqlens packs documents into one row: the batch must be 1, not {B}")
         if attention_mask is not None or position_ids is not None or cache is not None:

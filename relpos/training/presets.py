@@ -76,6 +76,10 @@ def shape(
     accumulation: int | None = None,
 ) -> Shape:
     """Spread a step over the processes, or say why it does not go. `rows` and `accumulation` fix what they name."""
+    given = {"length": length, "tokens_per_step": tokens_per_step, "rows": rows, "accumulation steps": accumulation}
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UserError(f"{name} must be a whole number from 1 on, not {value!r}")
     if rows is not None and accumulation is not None:
         return Shape(length, rows, accumulation, processes)
     if tokens_per_step % length:

@@ -67,14 +67,19 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a JSONL file; a last one cut short by a kill does not count."""
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    try:
+        found = [json.loads(line) for line in lines]
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is damaged: a line of it is no JSON ({error.doc[:40]!r})") from None
+    return found
 
 
 def keep_until(path: Path, step: int) -> None:
     """Drop the lines after a step: the run that resumes there writes them again."""
     if path.is_file():
-        kept = [line for line in path.read_text(encoding="utf-8").split("\n")[:-1] if json.loads(line)["step"] <= step]
-        write_atomically(path, "".join(line + "\n" for line in kept))
+        kept = [line for line in read_lines(path) if line["step"] <= step]
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 _PACKAGES = "relpos torch transformers accelerate tokenizers safetensors numpy triton tiktoken".split()
@@ -114,6 +119,17 @@ def git_commit() -> dict[str, Any] | None:
         return None
 
 
+def read_run(folder: Path) -> dict[str, Any]:
+    """What `run.json` says."""
+    try:
+        content = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        if isinstance(content, dict) and isinstance(content.get("settings"), dict):
+            return content
+    except ValueError:  # no JSON, no UTF-8
+        pass
+    raise UserError(f"{folder / RUN} is damaged: it is not what `relpos train` writes. Start the run anew")
+
+
 class RunFile:
     """`run.json`: what was run, on what, and how it went. Written by the first process only."""
 
@@ -121,7 +137,7 @@ class RunFile:
         self.path, self.main = folder / RUN, main
         self.content: dict[str, Any] = {}
         if self.path.is_file():
-            self.content = json.loads(self.path.read_text(encoding="utf-8"))
+            self.content = read_run(folder)
 
     def update(self, **values: Any) -> None:
         self.content |= values
@@ -207,6 +223,8 @@ class Screen(TrainerCallback):
 
     def _detail(self) -> str:
         left = (self.steps - self.step) * self.tokens_per_step / self.speed if self.speed > 0 else math.nan
+        if self._bar is not None and self._bar.console.width < 80:
+            return f"loss {self.loss:.3f}  {_clock(left)} left"
         return f"loss {self.loss:.4f}  {self.speed:,.0f} tokens/s  MFU {self.mfu:.1%}  {_clock(left)} left"
 
     def _show(self) -> None:
@@ -233,9 +251,12 @@ class Screen(TrainerCallback):
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-            columns = [TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(bar_width=None)]
-            columns += [TextColumn("{task.fields[detail]}"), TimeElapsedColumn()]
-            self._bar = Progress(*columns, console=Console(stderr=True))
+            console = Console(stderr=True)
+            columns: list[Any] = [TextColumn("step {task.completed:.0f}/{task.total:.0f}")]
+            columns += [BarColumn(bar_width=None)] * (console.width >= 80)
+            columns += [TextColumn("{task.fields[detail]}")]
+            columns += [TimeElapsedColumn()] * (console.width >= 80)
+            self._bar = Progress(*columns, console=console)
             self._bar.start()
             self._task = self._bar.add_task("", total=self.steps, completed=self.step, detail="")
         if not self.events:

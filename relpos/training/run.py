@@ -11,6 +11,7 @@ The Trainer does the training; here its arguments, its data and its model are pu
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import gc
@@ -22,6 +23,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,7 +199,7 @@ def _remove_run(out: Path) -> None:
 
 
 def _resumed(out: Path, settings: Settings, given: set[str] | None) -> Settings:
-    stored = json.loads((out / record.RUN).read_text(encoding="utf-8"))["settings"]
+    stored = record.read_run(out)["settings"]
     chosen = dataclasses.asdict(settings)
     names = set(chosen) if given is None else given
     for name in sorted(names - _FREE):
@@ -306,9 +308,14 @@ def _model(
         impl=settings.impl,
     )
     config = RelPosConfig.preset(settings.size, settings.encoding, **{**chosen, **settings.config})
-    if settings.task == "mlm":
-        return RelPosForMaskedLM(RelPosEncoderConfig.of(config)), []
-    return RelPosForCausalLM(config), []
+    try:
+        if settings.task == "mlm":
+            return RelPosForMaskedLM(RelPosEncoderConfig.of(config)), []
+        return RelPosForCausalLM(config), []
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        raise UserError(f"the memory of this machine does not hold such a model (vocabulary {vocab_size:,})") from error
 
 
 def _from(settings: Settings, data: TokenData) -> Any:
@@ -338,7 +345,7 @@ def _check_length(model: PreTrainedModel, length: int, encoding: str) -> None:
     if most is not None and length > most:
         raise UserError(
             f"{encoding} has a table of {most} positions and the windows are {length} tokens long; shorten --length or "
-            f"ask for a longer table: {encoding}{',' if ':' in encoding else ':'}max_positions={length}"
+            f"ask for a longer table, max_positions={length}"
         )
 
 
@@ -357,8 +364,10 @@ def _train_one(
     settings = _folder(out, settings, resume, overwrite, given, main)
     try:
         return _run(settings, out, resume, main, callbacks, bare)
-    except BaseException:
-        # A mistake found before the run began leaves no folder behind.
+    except BaseException as error:
+        # A mistake found before the first step leaves no folder behind.
+        if main and not resume and isinstance(error, UserError) and not record.read_lines(out / record.METRICS):
+            _remove_run(out)
         if main and not resume and out.is_dir() and not any(out.iterdir()):
             out.rmdir()
         raise
@@ -386,7 +395,7 @@ def _run(
     state = PartialState(cpu=not cuda)
     if cuda:
         loss.CELLS = loss.cells_for(torch.cuda.get_device_properties(state.device).total_memory)
-    length = settings.length or base.length
+    length = base.length if settings.length is None else settings.length
 
     if settings.data is None:
         settings = dataclasses.replace(settings, data=default_data(settings.size, state.main_process_first))
@@ -394,16 +403,24 @@ def _run(
     settings = dataclasses.replace(settings, data=str(data.folder.resolve()))  # a resume may start elsewhere
     spread = presets.shape(
         length,
-        settings.tokens_per_step or base.tokens_per_step,
+        base.tokens_per_step if settings.tokens_per_step is None else settings.tokens_per_step,
         base.rows,
         state.num_processes,
         _either(settings.rows, "--rows", overrides, "per_device_train_batch_size"),
         overrides.pop("gradient_accumulation_steps", None),
     )
     steps = _steps(settings, overrides, base, data, spread)
-    rate = _either(settings.learning_rate, "--learning-rate", overrides, "learning_rate") or base.learning_rate
+    rate = _either(settings.learning_rate, "--learning-rate", overrides, "learning_rate")
+    rate = base.learning_rate if rate is None else rate
     warmup = _either(settings.warmup, "--warmup", overrides, "warmup_steps")
     warmup = min(base.warmup, max(steps // 10, 1)) if warmup is None else warmup
+    for what, value, good in (
+        ("the learning rate must be above 0", rate, isinstance(rate, (int, float)) and 0 < rate < math.inf),
+        ("the warm-up must be 0 or more steps", warmup, isinstance(warmup, (int, float)) and warmup >= 0),
+        ("the seed must be from 0 to 4294967295", settings.seed, 0 <= settings.seed < 1 << 32),
+    ):
+        if not good:
+            raise UserError(f"{what}, not {value}")
 
     transformers_logging.disable_progress_bar()  # a bar for every file that is saved
     set_seed(settings.seed)
@@ -498,21 +515,23 @@ def _run(
         collator: Any = Collator(borders)
     else:
         collator = MaskedRows(mask=mask, vocab_size=data.vocab_size, seed=settings.seed, borders=borders)
-    trainer = RelPosTrainer(
-        model=model,
-        args=args,
-        train_dataset=train_set,
-        eval_dataset=held,
-        data_collator=collator,
-        processing_class=tok,
-        callbacks=[screen, *(callbacks or [])],
-        decay_encodings=settings.decay_encodings,
-        on_flush=screen.record,
-    )
+    with _refusals(settings, Exception):
+        trainer = RelPosTrainer(
+            model=model,
+            args=args,
+            train_dataset=train_set,
+            eval_dataset=held,
+            data_collator=collator,
+            processing_class=tok,
+            callbacks=[screen, *(callbacks or [])],
+            decay_encodings=settings.decay_encodings,
+            on_flush=screen.record,
+        )
     trainer.remove_callback(PrinterCallback)
     began = time.perf_counter()
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with _refusals(settings, ValueError, begun=lambda: screen.step > step):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if trainer.graphs and not bare:
             _free_graphs()
         # The last evaluation will do, unless an earlier checkpoint has been loaded since.
@@ -544,6 +563,18 @@ def _run(
     plain = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False, keep_torch_compile=False)
     trainer.accelerator.free_memory()
     return Trained(out, plain, tok, screen.rates)
+
+
+@contextlib.contextmanager
+def _refusals(settings: Settings, *kinds: type[Exception], begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """What the Trainer says of overrides that TrainingArguments let pass, before the first step has begun."""
+    try:
+        yield
+    except kinds as error:
+        if not settings.overrides or isinstance(error, UserError) or begun():
+            raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"the Trainer refuses these settings ({', '.join(settings.overrides)}): {first}") from error
 
 
 def _free_graphs() -> None:
@@ -701,11 +732,15 @@ def _sample(out: Path, tok: Any, mask: int | None, data: TokenData, settings: Se
             model = RelPosForCausalLM.from_pretrained(out).to(device).eval()
             begin = torch.tensor([[data.eot]], device=device)
             how: dict[str, Any] = dict(do_sample=True, temperature=0.9, top_k=20, pad_token_id=data.eot)
-            ids = model.generate(begin, max_new_tokens=300, **how)
+            room = getattr(model.config, "max_position_embeddings", None) or 301
+            if room < 2:
+                return ""
+            ids = model.generate(begin, max_new_tokens=min(300, room - 1), **how)
             return str(tok.decode(ids[0, 1:], skip_special_tokens=True))
         encoder = RelPosForMaskedLM.from_pretrained(out).to(device).eval()
         stream = data.validation if len(data.validation) >= 64 else data.train
-        ids = torch.from_numpy(stream.read(0, min(64, len(stream))))[None].to(device)
+        room = getattr(encoder.config, "max_position_embeddings", None) or 64
+        ids = torch.from_numpy(stream.read(0, min(64, room, len(stream))))[None].to(device)
         holes = torch.arange(ids.shape[1], device=device) % 7 == 3
         shown = torch.where(holes, mask, ids)
         filled = torch.where(holes, encoder(shown).logits.argmax(-1), ids)

@@ -10,6 +10,14 @@ class UserError(ValueError):
     """Bad input. The message says what was wrong, what was expected and what to try; the command exits with 2."""
 
 
+def once(what: str, instead: str) -> None:
+    """For a backward pass that has no derivative of its own: UserError where one would be taken."""
+    import torch
+
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # only with create_graph
+        raise UserError(f"{what} has no second derivative (create_graph=True); {instead}")
+
+
 def nearest(wrong: str, known: Iterable[str]) -> str:
     """` Did you mean "x"?` for a close name, then the list of names that would work."""
     known = list(known)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import CASES, Case
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import relpos
@@ -37,7 +38,7 @@ def fusable(case: Case) -> bool:
     layout = relpos.terms.Layout(Tq=4, Tk=4, device=q.device)
     hidden = torch.zeros(1, 4, 16, device=DEVICE) if encoding.content else None
     _, terms = relpos.attention.__globals__["prepare"](encoding, layout, hidden, None, torch.float32)
-    return fused.obstacle(q, q, terms, layout, rescores=encoding.rescores) is None
+    return fused.obstacle(q, q, q, terms, layout, rescores=encoding.rescores) is None
 
 
 # To the kernels all encodings without a bias are one: the first case of each name stands for its variants.
@@ -197,6 +198,66 @@ def test_nothing_to_attend(spec):
         assert found["out"].shape == (B, 4, Tq, 8) and not any(x.any() for x in found.values())
     mask = torch.ones(0, 20, dtype=torch.bool)
     assert attend(spec, HALF, "fused", B=0, T=20, key_padding_mask=mask)["out"].shape == (0, 4, 20, 8)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    assert attend(spec, HALF, "fused", Tq=0, T=20, q_offset=0, key_padding_mask=mask)["out"].shape == (2, 4, 0, 8)
+    encoding = build(spec, heads=4, head_dim=8).to(DEVICE)
+    for B, Tq, T in ((0, 1, 20), (2, 0, 20), (2, 0, 0)):  # decoding
+        q, k = (torch.zeros(B, 4, n, 8, device=DEVICE) for n in (Tq, T))
+        hidden = torch.zeros(B, T, 32, device=DEVICE)
+        with torch.no_grad():
+            out = relpos.attention(q, k, k, encoding, hidden=hidden, impl="fused", q_offset=T - Tq)
+        assert out.shape == (B, 4, Tq, 8)
+
+
+def test_what_the_kernels_do_not_do_is_said():
+    q, k = (torch.randn(1, 2, n, 8, device=DEVICE) for n in (1, 20))
+    narrow, many = torch.randn(1, 2, 20, 4, device=DEVICE), torch.empty(1 << 15, 2, 4, 8, device=DEVICE)
+    with pytest.raises(UserError, match="values as wide as queries, and these have 4 and 8 features"):
+        relpos.attention(q, k, narrow, "alibi", impl="fused")
+    assert relpos.attention(q, k, narrow, "alibi").shape == (1, 2, 1, 4)
+    with pytest.raises(UserError, match="at most 65,535 heads of all texts together"):
+        relpos.attention(many, many, many, "alibi", impl="fused")
+    apart = 3 * torch.arange(20, device=DEVICE)[None]
+    with pytest.raises(UserError, match="explicit positions"):  # unlike decoding, which takes no gradients
+        relpos.attention(q, k, k.clone().requires_grad_(), "alibi", positions=apart, impl="fused")
+
+
+def test_second_derivatives_are_refused():
+    q = torch.randn(1, 2, 20, 8, device=DEVICE, requires_grad=True)
+    for impl in ("fused", "blockwise"):
+        loss = relpos.attention(q, q, q, "alibi", impl=impl).square().sum()
+        with pytest.raises(UserError, match=f"{impl} attention has no second derivative"):
+            torch.autograd.grad(loss, q, create_graph=True)
+    cos, sin = torch.randn(2, 1, 20, 4, device=DEVICE)
+
+    def second(turn) -> torch.Tensor:
+        (first,) = torch.autograd.grad(turn(q, cos, sin, False).pow(3).sum(), q, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), q)[0]
+
+    torch.testing.assert_close(second(rotary.turn), second(reference.rotate))  # a rotation has one
+
+
+def test_inside_functorch_and_forward_mode():
+    encoding = build("rope", heads=2, head_dim=8).to(DEVICE)
+    q, t = torch.randn(2, 1, 2, 3, 8, device=DEVICE)
+    k = torch.randn(1, 2, 20, 8, device=DEVICE)
+
+    def loss(q: torch.Tensor, impl: str = "auto") -> torch.Tensor:
+        return relpos.attention(q, k, k, encoding, impl=impl).square().sum()
+
+    expected = torch.autograd.functional.jvp(lambda q: loss(q, "reference"), q, t)[1]
+    torch.testing.assert_close(torch.func.jvp(loss, (q,), (t,))[1], expected)
+    torch.testing.assert_close((torch.func.grad(loss)(q) * t).sum(), expected)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(loss(forward_ad.make_dual(q, t))).tangent
+    torch.testing.assert_close(tangent, expected)
+    with pytest.raises(UserError, match="no rule for its kernels"):
+        torch.func.grad(lambda q: loss(q, "fused"))(q)
+
+
+def test_banks_on_a_gpu_with_less_shared_memory(monkeypatch):
+    monkeypatch.setattr(fused, "_shared_memory", lambda device: 101376)
+    compare("inkling:rank=100,length=30", torch.float32, head_dim=72)
 
 
 def test_a_profile_in_any_unit():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relpos import RelPosConfig, RelPosForCausalLM, RelPosForMaskedLM
+from relpos import RelPosConfig, RelPosForCausalLM, RelPosForMaskedLM, UserError
 from relpos.attention.fused import interpreted
 from relpos.models import loss as module
 from relpos.models import softmax
@@ -137,6 +137,12 @@ def test_it_compiles_without_a_break() -> None:
     ]
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_no_second_derivative() -> None:
+    hidden, weight, add, targets = inputs()
+    with pytest.raises(UserError, match="the loss without logits has no second derivative"):
+        torch.autograd.grad(chunked_loss(hidden, weight, add, targets, None), hidden, create_graph=True)
 
 
 def test_nothing_counts() -> None:

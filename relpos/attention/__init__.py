@@ -30,6 +30,7 @@ def choose(
     terms: list[Term],
     layout: Layout,
     *,
+    v: Tensor | None = None,
     rescores: bool = False,
     return_weights: bool = False,
 ) -> tuple[str, str]:
@@ -46,7 +47,7 @@ def choose(
         return impl, "asked for"
     from relpos.attention import fused
 
-    obstacle = fused.obstacle(q, k, terms, layout, rescores=rescores)
+    obstacle = fused.obstacle(q, k, k if v is None else v, terms, layout, rescores=rescores)
     if impl == "fused":
         if obstacle:
             raise UserError(f"impl='fused' cannot run here: {obstacle}. impl='auto' picks one that can")
@@ -54,7 +55,9 @@ def choose(
     if obstacle is None and q.is_cuda:
         return "fused", "on a GPU and every term has a kernel"
     why = f"not fused: {obstacle}" if obstacle else "no GPU"
-    if not rescores and cpu.serves(q, k, None, terms, layout):
+    if fused.transformed():
+        return "reference", "torch.func and forward-mode derivatives have rules for plain operations alone"
+    if not rescores and cpu.serves(q, k, v, terms, layout):
         return "blockwise", f"{why}; no gradient is wanted, so PyTorch's own kernel for CPUs serves"
     if q.shape[0] * q.shape[1] * layout.Tq * layout.Tk <= DENSE_CELLS:
         return "reference", f"{why}; small enough to be dense"
@@ -79,7 +82,7 @@ def attend(
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
         raise UserError(f"scale must be a number above 0, not {scale!r}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    how, _ = choose(impl, q, k, terms, layout, rescores=rescore is not None, return_weights=return_weights)
+    how, _ = choose(impl, q, k, terms, layout, v=v, rescores=rescore is not None, return_weights=return_weights)
     if how == "reference":
         out, weights = reference.attend(q, k, v, terms, layout, scale, rescore)
         return (out, weights) if return_weights else out
@@ -238,7 +241,7 @@ def explain(
     """The implementation that `attention` would run with the same arguments, and why. `where` is what says which query
     sees which key: causal, positions, key_padding_mask, cu_seqlens, q_offset, window."""
     q, k, terms, layout, rescore = _ready(q, k, v, encoding, hidden, state, **where)
-    return choose(impl, q, k, terms, layout, rescores=rescore is not None, return_weights=return_weights)
+    return choose(impl, q, k, terms, layout, v=v, rescores=rescore is not None, return_weights=return_weights)
 
 
 def _ready(

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from relpos.attention import cpu, reference
+from relpos.errors import once
 from relpos.terms import Distance, Layout, Term
 
 # Score cells held at once: 16 MiB in float32, a few times that with the temporaries; on a GPU eight times as many, or
@@ -95,8 +95,8 @@ class Blocks(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        once("blockwise attention", "impl='reference' has one")
         work: Work = ctx.work
         q, k, v, *others = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]

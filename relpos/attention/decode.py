@@ -110,6 +110,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], scale: floa
     B, H, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     group = H // Hkv
+    out = q.new_empty(B, Tq, H, D).transpose(1, 2)
     partial, combine = _kernels()
     DP = max(16, 1 << (D - 1).bit_length())
     stretches = max(1, min(-(-Tk // STRETCH), -(-PROGRAMS // (B * Hkv))))
@@ -118,13 +119,12 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], scale: floa
     stretches = -(-Tk // stretch)
     part = q.new_empty(B * Hkv * stretches, ROWS, DP, dtype=torch.float32)
     top, total = (q.new_empty(B * Hkv * stretches, ROWS, dtype=torch.float32) for _ in range(2))
-    out = q.new_empty(B, Tq, H, D).transpose(1, 2)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         partial[(stretches, B * Hkv)](
             q, k, v, q if bias is None else bias, part, top, total, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, group, Tq, Tk, scale / math.log(2), stretch,
-            D=D, DP=DP, ROWS=ROWS, BN=64, PREC="ieee" if q.dtype == torch.float32 else "tf32",
-            BIASED=bias is not None, LOG2E=math.log2(math.e), num_warps=4, num_stages=3,
+            D=D, DP=DP, ROWS=ROWS, BN=64, PREC="ieee", BIASED=bias is not None, LOG2E=math.log2(math.e), num_warps=4,
+            num_stages=1 if q.dtype == torch.float32 and DP > 64 else 3,  # more do not fit on small GPUs
         )  # fmt: skip
         combine[(B * Hkv,)](
             part, top, total, out, *out.stride()[:3], H, group, Tq, stretches, D=D, DP=DP, ROWS=ROWS, num_warps=4
@@ -141,18 +141,20 @@ def _(q, k, v, bias, scale):
     return q.new_empty(B, Tq, H, D).transpose(1, 2)
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor | None, terms: list[Term], layout: Layout) -> bool:
+def serves(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout) -> bool:
     """Whether a call is one of few queries and many keys that wants no gradient."""
     few = q.shape[1] // k.shape[1] * layout.Tq <= ROWS and layout.Tk >= 4 * layout.Tq
     if not few or not torch.is_grad_enabled():
         return few
-    tensors = [x for x in (q, k, v) if x is not None]
+    tensors = [q, k, v]
     tensors += [x for term in terms for x in vars(term).values() if isinstance(x, Tensor)]
     return not any(x.requires_grad for x in tensors)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, scale: float) -> Tensor:
     """Output [B,H,Tq,D] of q, k, v that are already rotated."""
+    if not q.numel() or not layout.Tk:
+        return torch.zeros_like(q)
     # The last token of a plain text sees every key.
     sees_all = layout.Tq == 1 and layout.plain and layout.q_offset in (None, layout.Tk - 1) and layout.window is None
     bias = None

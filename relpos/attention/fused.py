@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from relpos.attention import decode
+from relpos.errors import once
 from relpos.terms import Bank, Distance, Layout, Potential, Profile, Slope, Term
 
 LOG2E = math.log2(math.e)
@@ -67,17 +68,43 @@ def _found() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def obstacle(q: Tensor, k: Tensor, terms: list[Term], layout: Layout, *, rescores: bool = False) -> str | None:
+@torch.compiler.assume_constant_result
+def transformed() -> bool:
+    """Inside torch.func or forward-mode differentiation, for which kernels have no rule."""
+    forward_mode = getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    return forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@torch.compiler.assume_constant_result
+def _too_old() -> bool:
+    """Whether the current GPU is older than Triton supports; some kernels would compute wrong gradients there."""
+    return bool(torch.version.cuda) and _capability(torch.cuda.current_device()) < (8, 0)
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+def obstacle(
+    q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, *, rescores: bool = False
+) -> str | None:
     """Why the fused kernels cannot run such a call; None if they can."""
     if not installed():
         return "Triton is not installed"
     if not q.is_cuda and not interpreted():
         return f"it needs a CUDA GPU, and q is on {q.device.type} (TRITON_INTERPRET=1 runs the kernels slowly on a CPU)"
+    if q.is_cuda and _too_old():
+        return "it needs a GPU of compute capability 8.0 (Ampere) or later"
+    if transformed():
+        return "torch.func and forward-mode derivatives have no rule for its kernels"
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it computes in float32, float16 or bfloat16, not {q.dtype}"
     if q.shape[-1] > 128:
         return f"its tiles hold heads of at most 128 features, not {q.shape[-1]}"
-    if not rescores and decode.serves(q, k, None, terms, layout):
+    if v.shape[-1] != q.shape[-1]:
+        return f"its tiles hold values as wide as queries, and these have {v.shape[-1]} and {q.shape[-1]} features"
+    if q.shape[0] * q.shape[1] > 65535:
+        return "a GPU launches at most 65,535 heads of all texts together: split the batch"
+    if not rescores and decode.serves(q, k, v, terms, layout):
         return None
     return unsupported(terms, layout, rescores=rescores)
 
@@ -106,6 +133,15 @@ def unsupported(terms: list[Term], layout: Layout, *, rescores: bool = False) ->
 def _processors(device: torch.device) -> int:
     """On which programs run side by side."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have: 227 KB on an H200, 99 on many smaller GPUs."""
+    if device.type != "cuda":
+        return 1 << 18
+    found = torch.cuda.get_device_properties(device)
+    return getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block
 
 
 # Block sizes by kernel, for heads of up to 64 and up to 128 features: BM, BN, warps, stages, registers a thread (0: as
@@ -199,13 +235,20 @@ class _Call:
         self.sizes = [self.H, self.H // k.shape[1], self.Tq, self.Tk, q_offset, scale * LOG2E]
         exact = q.dtype == torch.float32
         self.flags = dict(
-            KIND=kind, CAUSAL=causal, CANCEL=causal and not exact, EXACT=exact, PREC="ieee" if exact else "tf32",
-            D=self.D, DP=max(16, _power(self.D)), META=meta is not None, DOCS=docs is not None, WINDOW=window,
+            KIND=kind, CAUSAL=causal, CANCEL=causal and not exact, EXACT=exact, PREC="ieee", D=self.D,
+            DP=max(16, _power(self.D)), META=meta is not None, DOCS=docs is not None, WINDOW=window,
             EVEN=meta is None and self.Tq % 128 == 0 and self.Tk % 128 == 0, **more,
         )  # fmt: skip
 
     def blocks(self, kernel: str) -> Blocks:
-        return _blocks(kernel, self.q, KNOTTED if self.flags.get("KNOTS") else self.kind)
+        blocks = _blocks(kernel, self.q, KNOTTED if self.flags.get("KNOTS") else self.kind)
+        rank = self.flags.get("RP", 0)  # the larger, the more shared memory a tile takes
+        if rank > 64:
+            blocks = (*blocks[:3], min(blocks[3], 2), blocks[4])
+        if rank > 16 and _shared_memory(self.q.device) < 1 << 17:
+            wide = self.flags["EXACT"] and rank > 64 and self.D > 64
+            blocks = (16, 16, 4, 1, 0) if wide else (*blocks[:3], 1, blocks[4])
+        return blocks
 
     def flagged(self, blocks: Blocks, **flags: int) -> Any:
         BM, BN, *_ = blocks
@@ -216,7 +259,6 @@ class _Call:
         flags."""
         blocks = self.blocks(kernel)
         *_, warps, stages, registers = blocks
-        stages = min(stages, 2) if self.flags.get("RP", 0) > 64 else stages  # more would not fit
         options: dict[str, int] = {"num_warps": warps, "num_stages": stages}
         if registers and torch.version.cuda:
             options["maxnreg"] = registers
@@ -495,6 +537,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, _lse, _low):
+        once("fused attention", "impl='reference' has one")
         return (None,) * 17 if do is None else _gradients(ctx, do, None, None, _backward)
 
 
@@ -572,7 +615,7 @@ def attend(
     B = q.shape[0]
     meta = docs = back = real = None
     offset: int | Tensor = layout.Tk - layout.Tq if layout.q_offset is None else layout.q_offset
-    if layout.key_padding_mask is not None:
+    if layout.key_padding_mask is not None and layout.Tq:
         mask = layout.key_padding_mask.bool()
         real = layout.at_queries(mask)
         order, _ = _sorted_by(mask)

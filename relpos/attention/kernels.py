@@ -196,11 +196,13 @@ def _per_query(t, b, h, r, Tq, F: tl.constexpr):
 
 
 @triton.jit
-def _mix(t, b, h, r, Tq, F: tl.constexpr):
-    """Rows of a bank, [queries, RP]. Their strides by batch entry, head and query are where other kinds keep others."""
+def _mix(t, b, h, m0, a, Tq, F: tl.constexpr):
+    """Rows of a bank, [queries, RP], of queries m0 + a. Their strides by batch entry, head and query are where other
+    kinds keep others."""
     if not F.EVEN:
-        r = tl.minimum(r, Tq - 1)
-    return tl.load(t.a + b * t.q_b + h * t.k_b + r[:, None] * t.g_b + tl.arange(0, F.RP)[None, :])
+        a = tl.minimum(a, Tq - 1 - m0)
+    first = t.a + b * t.q_b + h * t.k_b + tl.cast(m0, tl.int64) * t.g_b
+    return tl.load(first + a[:, None] * t.g_b + tl.arange(0, F.RP)[None, :])
 
 
 @triton.jit
@@ -626,7 +628,7 @@ def _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F: tl.constexpr):
     if F.KIND == PROFILE and F.KNOTS > 0:
         near, far = _bends(rho, head)
     if F.KIND == BANK:
-        mix = _mix(t, b, h, r, Tq, F)
+        mix = _mix(t, b, h, m0, tl.arange(0, F.BM), Tq, F)
     doc_lo, doc_hi = _borders(Docs, (mcol + tl.arange(0, F.BM))[:, None], Tk, F)
     return Query(s[:, None], ref, g[:, None], rho[:, None], near, far, mix, doc_lo, doc_hi)
 
@@ -1125,7 +1127,7 @@ def _backward_k_tiles(
         lse, delta, gi, si = _rows(Rows + tl.cast(m0, tl.int64) * 4, a, Tq - m0, F)
         mix = 0.0
         if F.KIND == BANK:
-            mix = _mix(t, b, head.h, m0 + a, Tq, F)
+            mix = _mix(t, b, head.h, m0, a, Tq, F)
         s = _scores(k, q, mcol - n0, mix, c2, t, True, MODE, F)
         fi = (mcol - n0 + a).to(tl.float32)[None, :]
         info = Query(si, sref, gi, si, 0.0, 0.0, 0.0, 0, 0)

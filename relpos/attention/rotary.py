@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relpos.attention import reference
-from relpos.attention.fused import installed, interpreted
+from relpos.attention.fused import installed, interpreted, transformed
 from relpos.terms import Rotation
 
 
@@ -103,14 +103,14 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return _gradient(ctx, dy, _turn)
+        return _gradient(ctx, dy, _Eager.apply if torch.is_grad_enabled() else _turn)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x [B,H,T,D] turned, on whatever is best for its device."""
     learned = cos.requires_grad or sin.requires_grad
     kernel = (x.is_cuda and installed() or interpreted()) and not learned and x.dtype != torch.float64
-    if not kernel or x.stride(-1) != 1:
+    if not kernel or x.stride(-1) != 1 or x.shape[0] > 65535 or transformed():
         return reference.rotate(x, cos, sin, interleaved)
     run = _operator if torch.compiler.is_compiling() else _Eager.apply
     return run(x, cos.float().contiguous(), sin.float().contiguous(), interleaved, False)

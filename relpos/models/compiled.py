@@ -5,20 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from relpos.attention.fused import installed, interpreted
+from relpos.attention.fused import installed, interpreted, transformed
 
 
 def takes(*tensors: Tensor) -> bool:
     """Whether kernels of ours can read them and anybody wants gradients, which is what the kernels gain on."""
     known = all(x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in tensors)
     here = all(x.is_cuda for x in tensors) and installed() or interpreted()
-    return here and known and torch.is_grad_enabled() and not _transformed()
-
-
-@torch.compiler.assume_constant_result
-def _transformed() -> bool:
-    """Inside torch.func, for whose gradients and batches the kernels have no rule."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return here and known and torch.is_grad_enabled() and not transformed()
 
 
 def plain(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relpos.errors import once
 from relpos.models import softmax
 
 IGNORE = -100  # the label of a token that does not count
@@ -133,6 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        once("the loss without logits", "skip_logits=False has one")
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         of_weight, of_bias = ctx.dtypes
         return (

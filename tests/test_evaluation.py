@@ -438,6 +438,7 @@ def test_bad_texts(content, message, folder, tmp_path, capsys):
         (("--protocol", "block"), "no protocol 'block'. Did you mean 'blocks'"),
         (("--lengths", "16,32", "--stride", "20"), "stride=20 is more than the shortest length"),
         (("--documents", "apart"), "cannot be 'apart'"),
+        (("--batch-tokens", "0"), "batch_tokens must be at least 1, not 0"),
         (("--dtype", "float12"), "no dtype 'float12'"),
         (("--impl", "blockwise"), "is not one: leave it out"),
     ],

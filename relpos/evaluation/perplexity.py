@@ -476,7 +476,8 @@ def evaluate_folders(
     """Evaluate models one after the other, one JSON each in `out`. One that fails does not stop the others."""
     settings = settings or Settings()
     on_gpu = pick_device(device).type == "cuda"
-    settings = dataclasses.replace(settings, batch_tokens=batch_tokens or (65536 if on_gpu else 8192)).resolve()
+    batch_tokens = (65536 if on_gpu else 8192) if batch_tokens is None else batch_tokens
+    settings = dataclasses.replace(settings, batch_tokens=batch_tokens).resolve()
     if not Path(data).exists():
         raise UserError(
             f"there is no text {str(data)!r}: expected a prepared folder, a .bin or .bin.xz, or a text file"

@@ -673,11 +673,12 @@ def test_mistakes_with_the_run_folder(data, tmp_path):
     (tmp_path / "full" / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match="is not empty"):
         train(settings(data, tmp_path / "full"))
-    for name in ("notes.txt", "table.json", ".gitignore", "model_of_mine.png"):
+    (out / "final").mkdir()
+    for name in ("notes.txt", "table.json", ".gitignore", "model_of_mine.png", "final/thesis.tex"):
         (out / name).write_text("mine")
     train(settings(data, out, steps=3), overwrite=True)
     assert len(lines(out)) == 3 and (out / "sample.txt").is_file()
-    for name in ("notes.txt", "table.json", ".gitignore", "model_of_mine.png"):
+    for name in ("notes.txt", "table.json", ".gitignore", "model_of_mine.png", "final/thesis.tex"):
         assert (out / name).read_text() == "mine"
     # Other data under the same name.
     shutil.rmtree(out / "checkpoint-3", ignore_errors=True)

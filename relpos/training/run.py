@@ -190,11 +190,10 @@ def _folder(
 def _remove_run(out: Path) -> None:
     """Delete what a run writes, and nothing else."""
     for path in out.iterdir():
-        name = path.name.removeprefix(".")  # while it is written
         if path.is_dir():
-            if re.fullmatch(r"checkpoint-\d+|tensorboard|final", name):
+            if re.fullmatch(r"\.?checkpoint-\d+|tensorboard|\.final", path.name):
                 shutil.rmtree(path)
-        elif re.fullmatch(_FILES, name):
+        elif re.fullmatch(_FILES, path.name.removeprefix(".")):  # a dot while it is written
             path.unlink(missing_ok=True)
 
 

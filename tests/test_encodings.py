@@ -527,7 +527,7 @@ def test_slug():
         ("learned:max_positions=0", "max_positions must be at least 1"),
         ("learned:std=-1", "std must not be negative"),
         ("fire:width=0", "width must be at least 1"),
-        ("fire:length=0", "length must be at least 1"),
+        ("fire:length=0", "length must be from 1"),
         ("sandwich:dim=7", "dim must be even"),
         ("cope:positions=1", "positions must be at least 2"),
         ("inkling:rank=0", "rank must be at least 1"),

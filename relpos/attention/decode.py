@@ -32,7 +32,7 @@ def _kernels() -> Any:
     @triton.jit
     def partial(
         Q, K, V, Bias, Part, Top, Sum, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, b_b, H, GROUP, Tq, Tk, c2, stretch,
-        D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+        D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
         BIASED: tl.constexpr, LOG2E: tl.constexpr,
     ):  # fmt: skip
         n = tl.program_id(0)
@@ -55,7 +55,7 @@ def _kernels() -> Any:
             at = j[:, None].to(tl.int64)
             ok_k = ok[:, None] & (e[None, :] < D)
             k = tl.load(K + b * k_b + hk * k_h + at * k_t + e[None, :], mask=ok_k, other=0.0)
-            s = tl.dot(q, tl.trans(k), input_precision=PREC) * c2
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * c2
             if BIASED:
                 s += tl.load(rows + j[None, :], mask=real[:, None] & ok[None, :], other=float("-inf")) * LOG2E
             else:
@@ -67,7 +67,7 @@ def _kernels() -> Any:
             total = total * fade + tl.sum(w, 1)
             top = higher
             v = tl.load(V + b * v_b + hk * v_h + at * v_t + e[None, :], mask=ok_k, other=0.0)
-            acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision=PREC)
+            acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         out = (tl.program_id(1) * tl.num_programs(0) + n).to(tl.int64) * ROWS + r
         tl.store(Part + out[:, None] * DP + e[None, :], acc)
         tl.store(Top + out, top)
@@ -123,7 +123,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], scale: floa
         partial[(stretches, B * Hkv)](
             q, k, v, q if bias is None else bias, part, top, total, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, group, Tq, Tk, scale / math.log(2), stretch,
-            D=D, DP=DP, ROWS=ROWS, BN=64, PREC="ieee", BIASED=bias is not None, LOG2E=math.log2(math.e), num_warps=4,
+            D=D, DP=DP, ROWS=ROWS, BN=64, BIASED=bias is not None, LOG2E=math.log2(math.e), num_warps=4,
             num_stages=1 if q.dtype == torch.float32 and DP > 64 else 3,  # more do not fit on small GPUs
         )  # fmt: skip
         combine[(B * Hkv,)](

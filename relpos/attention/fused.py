@@ -235,7 +235,7 @@ class _Call:
         self.sizes = [self.H, self.H // k.shape[1], self.Tq, self.Tk, q_offset, scale * LOG2E]
         exact = q.dtype == torch.float32
         self.flags = dict(
-            KIND=kind, CAUSAL=causal, CANCEL=causal and not exact, EXACT=exact, PREC="ieee", D=self.D,
+            KIND=kind, CAUSAL=causal, CANCEL=causal and not exact, EXACT=exact, D=self.D,
             DP=max(16, _power(self.D)), META=meta is not None, DOCS=docs is not None, WINDOW=window,
             EVEN=meta is None and self.Tq % 128 == 0 and self.Tk % 128 == 0, **more,
         )  # fmt: skip

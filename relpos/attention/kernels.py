@@ -67,7 +67,6 @@ class Flags(NamedTuple):
     CAUSAL: bool
     CANCEL: bool  # drop what is constant along a row
     EXACT: bool  # float32 operands
-    PREC: str  # of the products
     D: int  # features of a head, and the power of two that holds them
     DP: int
     META: bool  # q_off and the number of keys differ by batch entry
@@ -508,12 +507,12 @@ def _bank_tile(base, mix, c2, t, TURNED: tl.constexpr, F: tl.constexpr):
     dtype of the products, as exact as scores are in plain code."""
     columns = _bank(base - F.BN, t, F.SPAN, F)
     if TURNED:
-        z = tl.dot(tl.trans(columns), tl.trans(mix), input_precision=F.PREC).to(mix.dtype)
+        z = tl.dot(tl.trans(columns), tl.trans(mix), input_precision="ieee").to(mix.dtype)
         c1, c0, r1, r0 = _by_eight(F.BN, F.BM)
         at = r1 * (F.SPAN * 8) + ((r1 - c1) * 8 + r0 - c0 + F.BN) * 8 + r0
         z = tl.reshape(_pick(_strewn(z, F.SPAN, F.BM), at), (F.BN, F.BM))
     else:
-        z = tl.dot(mix, columns, input_precision=F.PREC).to(mix.dtype)
+        z = tl.dot(mix, columns, input_precision="ieee").to(mix.dtype)
         z = _sheared(_strewn(z, F.BM, F.SPAN), F)
     z = z.to(tl.float32)
     return z * (LOG2E / c2) if mix.dtype == tl.float16 else z
@@ -663,9 +662,9 @@ def _range_of_keys(Docs, mcol, klen, Tk, reach, F: tl.constexpr):
 def _scores(x, y, base, mix, c2, t, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
     """Products of a tile's queries and keys; what a bank adds is there before them."""
     if F.KIND == BANK and MODE != FAR:
-        s = tl.dot(x, tl.trans(y), _bank_tile(base, mix, c2, t, TURNED, F), input_precision=F.PREC)
+        s = tl.dot(x, tl.trans(y), _bank_tile(base, mix, c2, t, TURNED, F), input_precision="ieee")
     else:
-        s = tl.dot(x, tl.trans(y), input_precision=F.PREC)
+        s = tl.dot(x, tl.trans(y), input_precision="ieee")
     return s if F.RAW else s * c2
 
 
@@ -715,10 +714,10 @@ def _forward_tiles(
         v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
         if F.SURE and not F.EXACT:
             high = _coarse(w, v)
-            acc = tl.dot((w - high).to(v.dtype), v, acc * fade[:, None], input_precision=F.PREC)
-            acc = tl.dot(high.to(v.dtype), v, acc, input_precision=F.PREC)
+            acc = tl.dot((w - high).to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+            acc = tl.dot(high.to(v.dtype), v, acc, input_precision="ieee")
         else:
-            acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision=F.PREC)
+            acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return acc, l, m
 
 
@@ -788,7 +787,7 @@ def _backward_q_tiles(
         k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
         v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
         s = _scores(q, k, mcol - n0, info.mix, c2, t, False, MODE, F)
-        dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         fj = n.to(tl.float32)[None, :] + tl.cast(n0 - mcol, tl.float32)
         sj = fj
         if F.KIND == SLOPE:
@@ -851,11 +850,11 @@ def _backward_q_tiles(
                 held = part
                 # Adds nothing, but lays x out as the next product needs it: else it would go through memory once more.
                 columns = _bank(mcol - n0, t, F.BN, F)
-                x = tl.dot(tl.zeros_like(info.mix), columns, x.to(tl.float32), input_precision=F.PREC).to(k.dtype)
-                mix = tl.dot(x, tl.trans(columns), mix, input_precision=F.PREC)
+                x = tl.dot(tl.zeros_like(info.mix), columns, x.to(tl.float32), input_precision="ieee").to(k.dtype)
+                mix = tl.dot(x, tl.trans(columns), mix, input_precision="ieee")
                 _add_to_bank(ByBank, mcol - n0, x, info.mix, most, F)
             sums = Sums(row, query, of_query, gate, of_gate, mix, held, by_psi, by_away)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=F.PREC)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq, sums, pieces
 
 
@@ -951,7 +950,7 @@ def _add_to_bank(ByBank, base, x, mix, most, F: tl.constexpr):
     at = ByBank + d * F.RP + n
     ok = (d >= 0) & (d < most)
     old = tl.load(at, mask=ok, other=0.0, volatile=True)  # never ahead of what was written last
-    x = tl.dot(tl.trans(x), mix, input_precision=F.PREC)
+    x = tl.dot(tl.trans(x), mix, input_precision="ieee")
     x = tl.permute(tl.reshape(x, (F.BN // 16, 2, 8, F.RP // 8, 4, 2)), (4, 1, 0, 2, 3, 5))
     tl.store(at, old + tl.reshape(x, (4, F.BN, F.RP // 4)), mask=ok)
 
@@ -1037,7 +1036,7 @@ def _own_queries(
             below = mcol - tl.cdiv(end, F.BN) * F.BN
             if below + F.BN > 0:  # distances below the last tile's base, which no other followed to add
                 x = _from_base(sums.held, tl.zeros_like(sums.held), F)
-                mix = tl.dot(x, tl.trans(_bank(below, t, F.BN, F)), mix, input_precision=F.PREC)
+                mix = tl.dot(x, tl.trans(_bank(below, t, F.BN, F)), mix, input_precision="ieee")
                 _add_to_bank(ByBank, below, x, info.mix, most, F)
             at = ByQuery + ((b * Tq + r) * H + h)[:, None] * F.RP + tl.arange(0, F.RP)[None, :]
             mix = mix if q.dtype == tl.float16 else mix * scale
@@ -1145,8 +1144,8 @@ def _backward_k_tiles(
             n = tl.arange(0, F.BN)[:, None]
             i = mcol - n0 + a[None, :]
             w = tl.where(_visible(i, n, klen - n0, mcol + a[None, :], doc_lo, doc_hi, F), w, 0.0)
-        dv = tl.dot(w.to(do.dtype), do, dv, input_precision=F.PREC)
-        dp = tl.dot(v, tl.trans(do), input_precision=F.PREC)
+        dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         ds = w * (dp - delta)
         if F.GRAD:
             if F.KIND == SLOPE:
@@ -1166,7 +1165,7 @@ def _backward_k_tiles(
                 key_sum += _fold(x * psi, F.BN, F.BM)
                 pull = _spread(_psi_by_rate(_distances(mcol - n0, True, F), head.rate, F), True, F)
                 rate_sum += _fold(x * pull, F.BN, F.BM)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=F.PREC)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv, key_sum, rate_sum
 
 
@@ -1321,8 +1320,8 @@ def _distance_tiles(
         q, k, v, do, lse, delta, ok_k = _on_diagonal(
             Q + b * q_b, K + b * k_b, V + b * v_b, DO + b * do_b, Lse + row, Delta + row, q_t, k_t, v_t, do_t, m0, n0,
             klen, Tq, MASKED, F)  # fmt: skip
-        s = tl.dot(q, tl.trans(k), input_precision=F.PREC) * c2 + bias
-        dp = tl.dot(do, tl.trans(v), input_precision=F.PREC)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * c2 + bias
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         w = tl.exp2(s - lse[:, None])
         if MASKED:
             lo, hi = _borders(Docs, (off + r)[:, None], Tk, F)

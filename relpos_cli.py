@@ -665,9 +665,10 @@ def explore(
     from relpos.explorer import Library, serve
 
     if export is not None:
-        from relpos.explorer.export import page, write
+        from relpos.explorer.export import page
+        from relpos.files import write_text
 
-        print(write(page(Library(sources or [], length=length), layers=layers, progress=True), export))
+        print(write_text(export, page(Library(sources or [], length=length), layers=layers, progress=True)))
         return
     serve(sources or [], length=length, host=host, port=port, browser=browser)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from relpos import encodings
 from relpos.attention import fused, prepare
 from relpos.encodings import Encoding
 from relpos.errors import UserError
+from relpos.files import settings_of
 from relpos.terms import Layout
 
 GPT2_SMALL = {"heads": 12, "head_dim": 64, "hidden_size": 768}
@@ -144,17 +144,7 @@ def _count(d: Description) -> str:
 
 def _info_run(folder: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     """The model's configuration, then every distinct encoding in it."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(
-            f"{str(folder)!r} holds no config.json, so it is no model; expected a folder that save_pretrained wrote"
-        )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise UserError(f"{str(path)!r} is not valid JSON ({error}): is the download complete?") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{str(path)!r} holds no settings of a model, but {type(config).__name__}")
+    config = settings_of(folder)
     rows = [(key, str(value)) for key, value in sorted(config.items()) if not isinstance(value, (dict, list))]
     result = [(str(folder), rows)]
     specs = config.get("encoding")

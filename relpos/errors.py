@@ -18,6 +18,12 @@ def once(what: str, instead: str) -> None:
         raise UserError(f"{what} has no second derivative (create_graph=True); {instead}")
 
 
+def too_large(error: Exception) -> bool:
+    """Whether an error says that there is no such number or not so much memory, as PyTorch does in many words."""
+    words = ("allocate", "overflow", "out of memory", "Storage size", "too large")
+    return not isinstance(error, RuntimeError) or any(word in str(error) for word in words)
+
+
 def nearest(wrong: str, known: Iterable[str]) -> str:
     """` Did you mean "x"?` for a close name, then the list of names that would work."""
     known = list(known)

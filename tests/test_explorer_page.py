@@ -18,8 +18,8 @@ from explorer_support import FLAGS, browser_path, model_folder
 from relpos import explore
 from relpos.explorer import Library
 from relpos.explorer.export import page as exported_page
-from relpos.explorer.export import write
 from relpos.explorer.server import Running
+from relpos.files import write_text
 
 try:
     from playwright.sync_api import Page, expect, sync_playwright
@@ -328,7 +328,7 @@ def test_extrapolation_curves(page, server):
 
 def test_the_exported_file_without_network(chromium, library, tmp_path):
     small = Library([library.sources["1"].what, "alibi", *STORED], length=32)
-    path = write(exported_page(small, layers="all"), tmp_path / "page.html")
+    path = write_text(tmp_path / "page.html", exported_page(small, layers="all"))
     assert not re.search(r"""(src|href)=["'](https?:)?//""", path.read_text(encoding="utf-8"))
     context = chromium.new_context(offline=True)
     page = context.new_page()

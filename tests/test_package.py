@@ -110,6 +110,7 @@ def test_wheel_says_what_it_is(installed):
 
 ROOMS = [
     {"errors"},
+    {"files"},
     {"terms"},
     {"encodings"},
     {"attention"},

@@ -18,6 +18,7 @@ from relpos.capture import families
 from relpos.capture.record import MAX_LENGTH, Capture, Layer, title_of
 from relpos.data import tokenizer as tokenizers
 from relpos.errors import UserError
+from relpos.files import settings_of
 from relpos.models import RelPosForCausalLM, RelPosForMaskedLM
 from relpos.models.base import RelPosPreTrainedModel
 
@@ -140,15 +141,7 @@ def load_model(folder: Path) -> nn.Module:
     """A model from a folder, in float32 on the CPU. Nothing is downloaded and no code from the folder runs."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {str(folder)!r}: expected a model that save_pretrained wrote")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{str(folder)!r} holds no config.json, so it is no model that save_pretrained wrote")
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{str(folder / 'config.json')!r} is not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{str(folder / 'config.json')!r} holds no settings of a model, but {type(raw).__name__}")
-    kind = raw.get("model_type", "")
+    kind = settings_of(folder).get("model_type", "")
     with quiet():
         return _load(folder, kind)
 

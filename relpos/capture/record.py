@@ -29,6 +29,7 @@ from relpos import encodings, terms
 from relpos.attention import prepare, reference
 from relpos.encodings import Encoding
 from relpos.errors import UserError, nearest
+from relpos.files import whole
 from relpos.terms import Layout, Term
 
 FORMAT = "relpos-capture"
@@ -275,22 +276,17 @@ class Capture:
         }
         header["layers"] = described
         metadata = {"format": FORMAT, "version": str(VERSION), "header": json.dumps(header)}
-        path = Path(path)
         ready = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
         if not ready:  # an encoding without parameters or text: safetensors wants one tensor at least
             ready["empty"] = torch.zeros(0)
-        temporary = path.with_name(path.name + ".part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+
+        def put(temporary: Path) -> None:
             temporary.touch()  # with the usual permissions; save_file alone would leave it readable to its owner only
             mode = temporary.stat().st_mode
             save_file(ready, temporary, metadata=metadata)
             temporary.chmod(mode)
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
-        return path
+
+        return whole(Path(path), put)
 
 
 def title_of(encoding: Encoding) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relpos.encodings.base import DistanceEncoding, Encoding, running_sum, wide
-from relpos.errors import UserError, nearest
+from relpos.errors import UserError, nearest, too_large
 
 __all__ = [
     "DistanceEncoding",
@@ -288,16 +288,11 @@ def build(
         if reset:
             encoding.reset_parameters()
     except (MemoryError, OverflowError, RuntimeError) as error:
-        if values and (not isinstance(error, RuntimeError) or _too_large(error)):
+        if values and too_large(error):
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"{spec} is too large for this machine, or for a number: {first[:200]}") from error
         raise
     return encoding
-
-
-def _too_large(error: RuntimeError) -> bool:
-    """Whether PyTorch says that there is no such number or not so much memory."""
-    return any(word in str(error) for word in ("allocate", "overflow", "out of memory", "Storage size", "too large"))
 
 
 def slug(spec: str) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 from relpos.errors import UserError
 from relpos.evaluation import result
 from relpos.evaluation.statistics import clustered_mean
+from relpos.files import write_text
 
 
 @dataclass
@@ -374,13 +375,5 @@ def write(comparison: Comparison, out: str | Path) -> list[Path]:
         texts |= {"csv": csv_table(comparison), "tex": latex(comparison)}
     paths = []
     for suffix, text in texts.items():
-        path = folder / f"comparison.{suffix}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            staged = path.with_name(f".{path.name}.tmp")
-            staged.write_text(text, encoding="utf-8")
-            staged.replace(path)
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror or error}") from None
-        paths.append(path)
+        paths.append(write_text(folder / f"comparison.{suffix}", text))
     return paths

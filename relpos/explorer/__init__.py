@@ -25,9 +25,9 @@ class Widget:
         self.page, self.height = page, height
 
     def save(self, path: str | Path) -> Path:
-        from relpos.explorer.export import write
+        from relpos.files import write_text
 
-        return write(self.page, Path(path))
+        return write_text(Path(path), self.page)
 
     def _repr_html_(self) -> str:
         import html

@@ -10,7 +10,6 @@ server would have been asked.
 from __future__ import annotations
 
 import base64
-import contextlib
 import gzip
 import html
 import json
@@ -123,17 +122,3 @@ def _page(library: Library, layers: str, playground: bool, bar: Progress) -> str
     held["api/index"] = json.dumps(told_index).encode()
     data = "\n".join(_element(key, value) for key, value in held.items())
     return document(import_map(_inline), f"<style>{asset('style.css')}</style>", data)
-
-
-def write(text: str, path: Path) -> Path:
-    """Whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # where a file stands in place of the folder
-            temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
-    return path

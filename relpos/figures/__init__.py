@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from relpos.figures import window as _window
 from relpos.figures.maps import Maps
 from relpos.figures.sources import Source, checkpoints, parse_heads, resolve, shipped
 from relpos.figures.style import DPI, Figure
+from relpos.files import whole
 
 __all__ = ["FORMATS", "VIEWS", "Figure", "Options", "figure", "write"]
 
@@ -334,7 +334,7 @@ def _write_one(drawn: Drawn, folder: Path, options: Options) -> list[Path]:
         with open(temporary, "wb") as file:
             np.savez_compressed(file, **drawn.numbers)  # type: ignore[arg-type]
 
-    return [*paths, _whole(path, put)]
+    return [*paths, whole(path, put)]
 
 
 def save(fig: Figure, folder: Path, name: str, formats: Iterable[str]) -> list[Path]:
@@ -347,19 +347,5 @@ def save(fig: Figure, folder: Path, name: str, formats: Iterable[str]) -> list[P
         def put(temporary: Path, one: str = one, metadata: Any = metadata) -> None:
             fig.savefig(temporary, format=one, dpi=DPI, metadata=metadata)
 
-        paths.append(_whole(folder / f"{name}.{one}", put))
+        paths.append(whole(folder / f"{name}.{one}", put))
     return paths
-
-
-def _whole(path: Path, put: Any) -> Path:
-    """A file appears under its name only when it is whole."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        put(temporary)
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # where a file stands in place of the folder
-            temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
-    return path

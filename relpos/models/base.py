@@ -18,6 +18,7 @@ from transformers import initialization as init
 
 from relpos.encodings import Encoding
 from relpos.errors import UserError
+from relpos.files import settings_of
 from relpos.models.cache import adopt
 from relpos.models.config import RelPosConfig, check_impl
 from relpos.models.convert import missing_folder
@@ -224,14 +225,8 @@ def _check_folder(cls: type[PreTrainedModel], path: Any, subfolder: str) -> dict
         return {}
     if folder.is_file():
         raise UserError(f"{str(folder)!r} is a file; give the folder that holds it and config.json")
-    file = folder / "config.json"
-    if not file.is_file():
-        raise UserError(f"{str(path)!r} has no config.json: it is not a checkpoint that save_pretrained wrote")
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        kind = settings.get("model_type")
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise UserError(f"{str(file)!r} is not valid JSON ({error}): it was cut off or edited") from None
+    settings = settings_of(folder)
+    kind = settings.get("model_type")
     if kind != cls.config_class.model_type:
         raise UserError(
             f"{str(path)!r} holds a model of type {kind!r}, and {cls.__name__} loads {cls.config_class.model_type!r}; "

@@ -36,7 +36,7 @@ from relpos import encodings
 from relpos.data import TokenData, Windows, collate, prepare
 from relpos.data.loader import MaskedRows
 from relpos.data.tokenizer import MASK
-from relpos.errors import UserError
+from relpos.errors import UserError, too_large
 from relpos.models import RelPosConfig, RelPosEncoderConfig, RelPosForCausalLM, RelPosForMaskedLM, loss
 from relpos.training import presets, record
 from relpos.training.trainer import RelPosTrainer, could_not_write, decayed, is_full, last_checkpoint, sync_folder
@@ -312,7 +312,7 @@ def _model(
             return RelPosForMaskedLM(RelPosEncoderConfig.of(config)), []
         return RelPosForCausalLM(config), []
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+        if not too_large(error):
             raise
         raise UserError(f"the memory of this machine does not hold such a model (vocabulary {vocab_size:,})") from error
 

@@ -1,0 +1,43 @@
+"""Files that are written whole or not at all, and the settings that a model's folder holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from relpos.errors import UserError
+
+
+def whole(path: Path, put: Callable[[Path], Any]) -> Path:
+    """What `put` writes appears under its name when it is whole; folders are made. UserError where that cannot be."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # where a file stands in place of the folder
+            temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
+    return path
+
+
+def write_text(path: Path, text: str) -> Path:
+    return whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What `config.json` of a model that save_pretrained wrote says."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{str(folder)!r} holds no config.json: it is no model that save_pretrained wrote")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, no UTF-8
+        raise UserError(f"{str(path)!r} is not valid JSON ({error}): it was cut off or edited") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{str(path)!r} holds no settings of a model, but {type(found).__name__}")
+    return found

@@ -324,6 +324,8 @@ def test_files_that_cannot_be_read(tmp_path):
         capture.load(tmp_path / "nowhere.safetensors")
     with pytest.raises(UserError, match="cannot write"):
         capture.load(good).save("/proc/relpos/x.safetensors")
+    with pytest.raises(UserError, match="cannot write"):  # a file in place of the folder
+        capture.load(good).save(good / "x.safetensors")
 
 
 # Mistakes.

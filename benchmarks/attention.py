@@ -292,6 +292,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names with ; between them")
     parser.add_argument("--out")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
     only = [name for name in options.only.split(";") if name]
     lengths, head_dims = ([int(n) for n in x.split(",")] for x in (options.lengths, options.head_dims))
     jobs = [(name, n, 64) for name in LONGEST if "Flex" in name for n in lengths if 1024 <= n <= LONGEST[name]]

@@ -134,6 +134,8 @@ def main() -> None:
     parser.add_argument("--indices", default="0-7")
     parser.add_argument("--out")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
     first, _, last = options.indices.partition("-")
     indices = range(int(first), int(last or first) + 1)
     variants = options.variants.split(";")

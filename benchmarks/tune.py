@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -120,10 +121,15 @@ def kernel_times(step, repeat: int = 8) -> dict[str, float]:
             step()
         torch.cuda.synchronize()
     times: dict[str, list[float]] = defaultdict(list)
-    for event in profile.events():
+    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
         if event.device_type == torch.autograd.DeviceType.CUDA:
             times[event.name].append(event.device_time)
-    return {name: sorted(ts)[len(ts) // 2] * len(ts) / repeat for name, ts in times.items()}
+    # A step may launch a kernel more than once, for other queries: the median of what its launches take together.
+    return {
+        name: statistics.median(sum(ts[i : i + len(ts) // repeat]) for i in range(0, len(ts), len(ts) // repeat))
+        for name, ts in times.items()
+        if len(ts) >= repeat
+    }
 
 
 def main() -> None:

@@ -150,7 +150,7 @@ Blocks = tuple[int, int, int, int, int]
 _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
     "forward": ((64, 64, 4, 3, 128), (128, 64, 8, 3, 0)),
     "backward_q": ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
-    "backward_k": ((32, 64, 4, 3, 128), (32, 64, 4, 2, 0)),
+    "backward_k": ((32, 64, 4, 3, 168), (32, 64, 4, 2, 0)),
     "backward_distance": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     "profile_table": ((64, 64, 4, 1, 0), (64, 64, 4, 1, 0)),
     "profile_parts": ((16, 16, 4, 1, 0), (16, 16, 4, 1, 0)),
@@ -165,7 +165,7 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
     **{("backward_k", kind): ((64, 64, 4, 3, 0), None) for kind in (POTENTIAL, LOG, PROFILE, DISTANCE)},
     ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     ("backward_q", KNOTTED): ((64, 64, 4, 2, 0), (64, 32, 4, 2, 0)),
-    ("backward_k", KNOTTED): ((32, 64, 4, 3, 168), (32, 64, 4, 2, 0)),
+    ("backward_k", KNOTTED): (None, (32, 64, 4, 2, 0)),
     ("forward", BANK): ((64, 64, 4, 2, 168), (64, 64, 4, 2, 0)),
     ("backward_q", BANK): ((64, 64, 4, 3, 0), (64, 64, 8, 2, 0)),
     ("backward_k", BANK): ((64, 64, 4, 3, 0), (32, 64, 4, 2, 0)),
@@ -173,7 +173,9 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
 
 
 # And from so many tokens on, where there are blocks to spare.
-_LONG: dict[tuple[str, int], tuple[int, Blocks]] = {("backward_k", KNOTTED): (4096, (64, 64, 4, 3, 0))}
+_LONG: dict[tuple[str, int], tuple[int, Blocks]] = {
+    ("backward_k", kind): (4096, (64, 64, 4, 3, 0)) for kind in (NONE, SLOPE, KNOTTED)
+}
 
 
 def _blocks(kernel: str, q: Tensor, kind: int) -> Blocks:

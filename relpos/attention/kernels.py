@@ -421,22 +421,27 @@ def _at_zero(head):
 
 
 @triton.jit
-def _add_profile(s, psi, count, q, head, t, ZERO: tl.constexpr, F: tl.constexpr):
+def _add_profile(s, psi, count, q, head, t, ZERO: tl.constexpr, TURNED: tl.constexpr, F: tl.constexpr):
     """Scores plus a profile with knots, less what is constant in the tile; and that. It is continuous: each knot adds
     what lies above it. ZERO: the knots between the distances 0 and 1 were not counted."""
     plain = s
     slope, far = _piece(t, head, count & (MANY - 1), F)
     below, inside = _counted(count)
-    s += (slope * q.rho) * psi
+    s = tl.fma(slope * q.rho, psi, s)
     if inside > 0:
-        u = psi * q.rho
+        u = psi
+        unit = q.rho
+        if TURNED or F.EXACT:
+            u = psi * q.rho
+            unit = 1.0
+        over = 1.0 / unit  # where a thread has few rows this takes fewer registers than another tile
         knot, jump = _knot(t, head, below, F)
         for k in range(below, below + inside):
             after, then = _knot(t, head, tl.minimum(k + 1, F.KNOTS - 1), F)
             if F.EXACT:
                 s += jump * tl.maximum(u - knot, 0.0)
             else:  # one operation less, and less exact
-                s += jump * tl.maximum(u, knot)
+                s += (jump * unit) * tl.maximum(u, knot * over)
                 far -= jump * knot
             knot, jump = after, then
     if ZERO:
@@ -486,7 +491,7 @@ def _add_bias(
             if F.KNOTS == 0:
                 s += (head.slope * q.rho) * psi
             else:
-                s, far = _add_profile(s, psi, count, q, head, t, ZERO, F)
+                s, far = _add_profile(s, psi, count, q, head, t, ZERO, TURNED, F)
     if F.KIND == DISTANCE:
         s += head.far if MODE == FAR else _spread(_table(_distances(base, TURNED, F), t, head.h), TURNED, F)
     return s, psi, far
@@ -893,9 +898,7 @@ def _settle(pieces, then, row, psi, away, rho, head, t, F: tl.constexpr):
 def _over_knots(pieces, x, psi, away, below, inside, rho, head, t, F: tl.constexpr):
     """What lies above each knot inside a tile. A knot is fetched and its sums are joined while others are summed."""
     big: tl.constexpr = 1.0 * (1 << 80)  # makes 0 or 1 of any difference from 1e-24 on, with no comparison
-    u = psi * rho * big
-    by_psi = x * psi
-    by_away = x * away
+    steep = big / rho
     knot, jump = _knot(t, head, below, F)
     row = _zeros(F.BM, 4)
     slope = _zeros(F.BM, 4)
@@ -903,10 +906,10 @@ def _over_knots(pieces, x, psi, away, below, inside, rho, head, t, F: tl.constex
         after, then = _knot(t, head, tl.minimum(k + 1, F.KNOTS - 1), F)
         slopes = _collect(pieces.slopes, F.KNOTS + k, slope, F)
         offsets = _collect(pieces.offsets, F.KNOTS + k, row, F)
-        above = tl.minimum(tl.maximum(u - knot * big, 0.0), 1.0)
-        row = _fold(above * x, F.BM, F.BN)
-        slope = _fold(above * by_psi, F.BM, F.BN)
-        rate = _fold(above * by_away, F.BM, F.BN)
+        above = x * tl.minimum(tl.maximum(tl.fma(psi, big, -knot * steep), 0.0), 1.0)
+        row = _fold(above, F.BM, F.BN)
+        slope = _fold(above * psi, F.BM, F.BN)
+        rate = _fold(above * away, F.BM, F.BN)
         pieces = Pieces(pieces.held, pieces.rho + jump * slope, pieces.rate + jump * (rho * rate), slopes, offsets)
         slope *= rho
         knot, jump = after, then
@@ -1139,13 +1142,12 @@ def _backward_k_tiles(
         if F.CANCEL and F.KIND == POTENTIAL:
             moved = tl.load(t.a + b * t.q_b + head.h * Tq + m0 // F.QM * F.QM) - sref
             lse += moved * c2 * gi if F.GATED else moved * LOG2E
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         w = tl.exp2(s * c2 - lse) if F.RAW else tl.exp2(s - lse)
         if MASKED:
             n = tl.arange(0, F.BN)[:, None]
             i = mcol - n0 + a[None, :]
             w = tl.where(_visible(i, n, klen - n0, mcol + a[None, :], doc_lo, doc_hi, F), w, 0.0)
-        dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         ds = w * (dp - delta)
         if F.GRAD:
             if F.KIND == SLOPE:
@@ -1165,7 +1167,11 @@ def _backward_k_tiles(
                 key_sum += _fold(x * psi, F.BN, F.BM)
                 pull = _spread(_psi_by_rate(_distances(mcol - n0, True, F), head.rate, F), True, F)
                 rate_sum += _fold(x * pull, F.BN, F.BM)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        # Both at the end: they run on while the next tile begins.
+        w = w.to(do.dtype)
+        ds = ds.to(q.dtype)
+        dv = tl.dot(w, do, dv, input_precision="ieee")
+        dk = tl.dot(ds, q, dk, input_precision="ieee")
     return dk, dv, key_sum, rate_sum
 
 
@@ -1217,7 +1223,7 @@ def backward_k(
         far = tl.maximum(tl.minimum(far, end), full)
 
     dk = _blank(F.BN, F.DP, Tk)
-    dv = _blank(F.BN, F.DP, Tk)
+    dv = _blank(F.BN, F.DP, Tq)  # not the same to the compiler: it would keep them once, and wait for each product
     for g in range(GROUP):
         h = hk * GROUP + g
         head = _head(t, h, c2, F)

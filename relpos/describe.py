@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,12 @@ def fusable(encoding: Encoding) -> bool:
     return fused.unsupported(terms, layout, rescores=encoding.rescores) is None
 
 
-def describe(spec: str, *, layers: int = GPT2_SMALL_LAYERS, **geometry: int) -> Description:
+def describe(
+    spec: str, *, layers: int = GPT2_SMALL_LAYERS, allow_file: bool = True, **geometry: int
+) -> Description:
     """Describe a spec for a model's geometry, by default that of GPT-2 Small."""
     shape: Any = {**GPT2_SMALL, **geometry}
-    encoding = encodings.build(spec, **shape)
+    encoding = encodings.build(spec, allow_file=allow_file, **shape)
     per_layer = encoding.parameter_count()
     way = enters(encoding)
     shared = encoding.share or "embedding" in way
@@ -110,7 +113,8 @@ def markdown_table() -> str:
 def info(what: str) -> list[tuple[str, list[tuple[str, str]]]]:
     """Headings with rows of (what, value) for a spec or for a folder with a trained model."""
     folder = Path(what)
-    if what and folder.is_dir():
+    # os.path's knows no name that is too long. A folder may have an encoding's name by chance.
+    if what and os.path.isdir(folder) and (what not in encodings.names() or (folder / "config.json").is_file()):
         return _info_run(folder)
     # No encoding's name has a slash, so this was meant as a folder, unless it is an encoding's file.
     if "/" in what.partition(":")[0] and ".py" not in what:
@@ -150,11 +154,22 @@ def _info_run(folder: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     specs = config.get("encoding")
     if not specs:
         return result
-    per_layer = [specs] * int(config.get("num_hidden_layers", 1)) if isinstance(specs, str) else list(specs)
-    heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
+    keys = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    sizes: dict[str, Any] = {key: config.get(key) for key in keys}
+    for key, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"in {str(folder / 'config.json')!r}, {key} must be a number from 1 on, not {value!r}")
+    depth, heads, width = sizes.values()
+    per_layer = [specs] * depth if isinstance(specs, str) else specs
+    if not isinstance(per_layer, list) or not all(isinstance(spec, str) for spec in per_layer):
+        raise UserError(f"in {str(folder / 'config.json')!r}, encoding must be a name or a list of them, not {specs!r}")
+    if width % heads:
+        raise UserError(f"in {str(folder / 'config.json')!r}, {heads} heads do not divide a width of {width}")
     for spec in dict.fromkeys(per_layer):
         layers = [number for number, own in enumerate(per_layer) if own == spec]
-        described = describe(spec, layers=len(layers), heads=heads, head_dim=width // heads, hidden_size=width)
+        described = describe(
+            spec, layers=len(layers), allow_file=False, heads=heads, head_dim=width // heads, hidden_size=width
+        )
         used_by = "all layers" if len(layers) == len(per_layer) else "layers " + ", ".join(map(str, layers))
         result.append(_rows(described, used_by))
     return result

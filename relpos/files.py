@@ -18,10 +18,12 @@ def whole(path: Path, put: Callable[[Path], Any]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         put(temporary)
         temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C too
         with contextlib.suppress(OSError):  # where a file stands in place of the folder
             temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
+        if isinstance(error, OSError):
+            raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
+        raise
     return path
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import relpos
-from relpos import capture, encodings
+from relpos import capture, encodings, terms
 from relpos.capture import families
 from relpos.capture.model import TEXT
 from relpos.data import tokenizer as tokenizers
@@ -335,6 +335,40 @@ def run_folder(tmp_path, encoding: str = "kerple"):
     ours(encoding).save_pretrained(tmp_path)
     tokenizers.load("bytes").save(tmp_path)
     return tmp_path
+
+
+def test_headers_that_no_capture_has(tmp_path):
+    data = capture.from_spec("kerple", length=16).save(tmp_path / "made.safetensors").read_bytes()
+    outer = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    header = json.loads(outer["__metadata__"]["header"])
+    changes = [
+        ("layers", []), ("heads", "x"), ("length", "x"), ("modules", []), ("modules", [99]), ("specs", "kerple"),
+        ("provenance", []), ("pieces", 1), ("num_layers", 0),
+    ]  # fmt: skip
+    for wrong in ["x", 5, [], *({**header, key: value} for key, value in changes)]:
+        made = capture.from_spec("kerple", length=16).save(tmp_path / "wrong.safetensors")
+        with pytest.raises(UserError, match="is a damaged capture"):
+            capture.load(rewrite(made, header=json.dumps(wrong)))
+    made = capture.from_spec("kerple", length=16).save(tmp_path / "wrong.safetensors")
+    with pytest.raises(UserError, match="version \u00b2"):
+        capture.load(rewrite(made, version="\u00b2"))
+
+
+def test_half_keeps_what_float16_cannot_hold(tmp_path):
+    held = capture.from_model(ours("rope"), tokens=ids(n=400), length=400, content=True)
+    layer = held.layers[max(held.layers)]
+    layer.k = layer.k * 1e6
+    again = capture.load(held.save(tmp_path / "half.safetensors", half=True))
+    kept = again.layers[max(held.layers)]
+    assert kept.q.dtype == torch.float16 and torch.equal(kept.k, layer.k)
+    with pytest.raises(UserError, match="no Python file"):
+        held.save(tmp_path / "half.py")
+
+
+def test_layers_that_differ_in_heads_without_content():
+    layers = {0: capture.Layer([terms.Slope(torch.ones(6))]), 1: capture.Layer([terms.Slope(torch.ones(2))])}
+    held = capture.Capture("mixed", "mixed", heads=6, length=8, num_layers=2, layers=layers)
+    assert [held.map("bias", layer).shape[0] for layer in (0, 1)] == [6, 2]
 
 
 def test_bad_input(tmp_path):

@@ -345,6 +345,13 @@ def test_mistakes_get_one_message(run, tmp_path, capsys, monkeypatch):
         (["empty", "--checkpoints"], "no checkpoints"),
         ([str(run), "--text", "short.txt"], "short.txt has 11 tokens"),
         (["alibi", "--length", "32", "--out", "/proc/relpos"], "cannot write"),
+        (["alibi", "--text", "short.txt"], "no source reads a text"),
+        (["alibi", "--view", "window", "--kind", "bias"], "those of the weights, not of bias"),
+        (["alibi", "--view", "profile", "--shared"], "not for view 'profile'"),
+        (["alibi", "--view", "profile", "--checkpoints"], "not as view 'profile'"),
+        (["t5:scale=1e39", "--length", "32"], "hold NaN or infinity"),
+        (["t5:scale=1e39", "--length", "32", "--view", "profile"], "hold NaN or infinity"),
+        (["t5:scale=1e39", "--length", "32", "--view", "window"], "hold NaN or infinity"),
     ]
     for arguments, words in cases:
         status, err = command(capsys, *arguments)
@@ -356,6 +363,95 @@ def test_two_sources_of_one_name_do_not_overwrite_each_other(tmp_path):
     a, b = capture.from_spec("alibi", length=16), capture.from_spec("alibi", length=24)
     written = figures.write([a, b], out=tmp_path, format="png")
     assert [p.name for p in written] == ["contact-sheet.png", "alibi.png", "alibi.npz", "alibi-2.png", "alibi-2.npz"]
+
+
+    c = capture.from_spec("kerple", length=16)
+    c.name = "alibi-2"
+    written = figures.write([a, b, c], out=tmp_path, format="png")
+    assert len({p.name for p in written}) == len(written) == 7
+
+
+def small(encoding: str, length: int = 16, **more) -> capture.Capture:
+    """The capture of a model, q and k included."""
+    sizes = {"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+    model = RelPosForCausalLM(RelPosConfig(**sizes, encoding=encoding, **more)).eval()
+    return capture.from_model(model, tokens=torch.arange(3, 3 + length), length=length, content=True)
+
+
+def test_weights_without_q_and_k_are_said_to_be_of_the_bias_alone(tmp_path):
+    held = small("kerple", 32)
+    bare = capture.from_spec("kerple", length=32, heads=held.heads)
+    alone = "of the bias alone, without content"
+    for length, view in [(32, "maps"), (32, "profile"), (32, "window"), (64, "maps"), (64, "profile"), (64, "window")]:
+        options = figures.Options(kind="weights", length=length, view=view)
+        (drawn,) = figures._draw([held], options)
+        said = " ".join(text.get_text() for text in drawn.fig.texts).replace("\n", " ")
+        assert (alone in said) == (length == 64), (length, view)
+    (drawn,) = figures._draw([held, bare], figures.Options(kind="weights", view="difference"))
+    assert drawn.maps.caption.count(alone) == 1 and drawn.maps.caption.index(alone) > drawn.maps.caption.index("Second")
+    with pytest.raises(relpos.UserError, match="holds q and k of 32 tokens; scores of 64 need a new one"):
+        relpos.figure(held, kind="scores", length=64)
+
+
+def test_the_caption_of_scores_says_their_scale():
+    held = small("t5", scale=1.0)
+    assert "Scores 1 q.k after" in figures.collect(held, figures.Options(kind="scores")).caption
+    held = small("t5")
+    assert "Scores q.k/sqrt(D) after" in figures.collect(held, figures.Options(kind="scores")).caption
+
+
+def test_differences_of_two_kinds_are_two_files(tmp_path):
+    pair = [small("kerple"), small("kerple")]
+    pair[0].name, pair[1].name = "a", "b"
+    written = [figures.write(pair, out=tmp_path, view="difference", kind=kind) for kind in ("bias", "scores")]
+    assert written[0][0].name == "b-minus-a.png" and written[1][0].name == "b-minus-a-scores.png"
+
+
+def test_rows_of_a_sheet_with_one_title_are_told_apart():
+    fig = relpos.figure("kerple:form=power", "kerple", length=16)
+    said = " ".join(text.get_text() for text in fig.texts) + " ".join(ax.get_ylabel() for ax in fig.axes)
+    assert "kerple-form-power" in said
+
+
+def test_a_file_or_folder_may_have_an_encodings_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "alibi").write_text("notes")
+    (tmp_path / "kerple").mkdir()
+    assert command(capsys, "alibi", "kerple", "--length", "16", "--format", "png")[0] == 0
+    with pytest.raises(SystemExit) as stop:
+        relpos_cli.main(["info", "kerple"])
+    assert stop.value.code == 0
+
+
+def test_long_specs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    factors = ";".join(["1.0299999713897705"] * 32)
+    spec = f"rope:scaling=longrope,factor=4,short_factor={factors},long_factor={factors}"
+    with pytest.raises(SystemExit) as stop:
+        relpos_cli.main(["info", spec])
+    assert stop.value.code == 0
+    assert command(capsys, spec, "--length", "16", "--format", "png", "--out", "out")[0] == 0
+    assert len(list((tmp_path / "out").iterdir())) == 2
+
+
+def test_an_encodings_file_as_the_base_of_another(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(encodings, "_registered", dict(encodings._registered))
+    (tmp_path / "straight.py").write_text(
+        "from relpos.encodings import DistanceEncoding\n\n\nclass Straight(DistanceEncoding):\n"
+        "    def by_distance(self, d):\n        return -d.abs().expand(self.heads, *d.shape)\n"
+    )
+    for spec in ("dape:base=./straight.py", "dape:base=straight.py"):
+        assert command(capsys, spec, "--length", "16", "--format", "png") == (0, "")
+
+
+def test_titles_fit_the_picture():
+    held = capture.from_spec("alibi", length=16)
+    held.title = "a long name of a model, " * 4
+    fig = relpos.figure(held, heads="1")
+    fig.draw_without_rendering()
+    title = fig.texts[0].get_window_extent()
+    assert title.x1 <= fig.bbox.x1 and title.y1 <= fig.bbox.y1
 
 
 def test_maps_with_one_value():

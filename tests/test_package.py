@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -249,9 +250,28 @@ def test_mistakes_get_one_message_and_status_2(arguments, words, capsys, monkeyp
     monkeypatch.chdir(ROOT)
     status, out, err = command(capsys, *arguments)
     assert status == 2 and out == ""
-    assert len(err.strip().splitlines()) == 1 and err.startswith("relpos: ")
+    told = [line for line in err.strip().splitlines() if not re.match(r"[a-z]+: +\d+%", line)]  # slow: progress
+    assert len(told) == 1 and told[0].startswith("relpos: ")
     for word in words:
         assert word in err
+
+
+def test_info_of_a_folder_never_imports_and_says_what_is_wrong(tmp_path, capsys):
+    (tmp_path / "own.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
+    good = {"model_type": "relpos", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    for wrong, words in [
+        ({"encoding": str(tmp_path / "own.py")}, "own.py"),
+        ({"encoding": f"dape:base={tmp_path / 'own.py'}"}, "own.py"),
+        ({"encoding": "rope", "num_attention_heads": None}, "num_attention_heads must be a number from 1 on, not None"),
+        ({"encoding": "rope", "num_attention_heads": 0}, "not 0"),
+        ({"encoding": "rope", "num_attention_heads": 5}, "5 heads do not divide a width of 64"),
+        ({"encoding": "rope", "num_hidden_layers": "x"}, "not 'x'"),
+        ({"encoding": 5}, "encoding must be a name or a list of them, not 5"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps({**good, **wrong}))
+        status, out, err = command(capsys, "info", str(tmp_path))
+        assert status == 2 and out == "" and words in err, (wrong, err)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_mistake_in_a_real_process():

@@ -74,7 +74,9 @@ class Capture:
     def heads_of(self, layer: int) -> int:
         """Query heads of a layer; the same in all of them but for models that mix two kinds of layer."""
         held = self.layers.get(self.index(layer))
-        return self.heads if held is None or held.q is None else held.q.shape[0]
+        if held is None or (held.q is None and not held.terms):
+            return self.heads
+        return heads_in(held.terms[0]) if held.q is None else held.q.shape[0]
 
     def index(self, layer: int) -> int:
         """Layer number from 0, for a number that may count from the end."""
@@ -132,10 +134,12 @@ class Capture:
         encoding = self.encoding(layer)
         return encoding is not None and encoding.additive
 
-    def has_content(self, layer: int = -1) -> bool:
-        """Whether q and k of a layer are held: without them there are no scores, and weights are those of the bias."""
+    def has_content(self, layer: int = -1, length: int | None = None) -> bool:
+        """Whether q and k of a layer are held, for so many tokens: without them there are no scores, and weights are
+        those of the bias."""
         held = self.layers.get(self.index(layer))
-        return held is not None and held.q is not None and held.k is not None
+        enough = length is None or length <= self.length
+        return enough and held is not None and held.q is not None and held.k is not None
 
     def default_kind(self, layer: int = -1) -> str:
         return "bias" if self.has_bias(layer) else "scores"
@@ -152,6 +156,11 @@ class Capture:
                 f"{self.title} adds nothing to the scores: draw kind 'scores' or 'weights' instead of 'bias'"
             )
         if (kind == "scores" or self.rescores(layer)) and (held.q is None or held.k is None):
+            if self.has_content(layer):
+                raise UserError(
+                    f"this capture of {self.title} holds q and k of {self.length} tokens; {kind} of {length} need a "
+                    "new one from the model"
+                )
             if "model" not in self.provenance:
                 raise UserError(f"{self.title} by itself has no q and k, which {kind} need: draw them from a model")
             raise UserError(
@@ -231,8 +240,13 @@ class Capture:
         """Write the capture. `half` keeps q, k and large parameter matrices in float16, as the shipped ones are."""
         from safetensors.torch import save_file
 
+        path = Path(path)
+        if path.suffix == ".py":  # where a source is named, such a name is that of an encoding's file
+            raise UserError(f"a capture is no Python file: give it another name than {str(path)!r}")
+
         def small(x: Tensor) -> Tensor:
-            return x.half() if half and x.numel() > 8192 else x
+            fits = half and x.numel() > 8192 and bool((x.abs() <= torch.finfo(torch.float16).max).all())
+            return x.half() if fits else x
 
         tensors: dict[str, Tensor] = {}
         described: dict[str, Any] = {}
@@ -286,7 +300,7 @@ class Capture:
             save_file(ready, temporary, metadata=metadata)
             temporary.chmod(mode)
 
-        return whole(Path(path), put)
+        return whole(path, put)
 
 
 def title_of(encoding: Encoding) -> str:
@@ -294,6 +308,14 @@ def title_of(encoding: Encoding) -> str:
     base = getattr(encoding, "base", None)
     own = encoding.title or encoding.name
     return f"{own} + {title_of(base)}" if isinstance(base, Encoding) else own
+
+
+def heads_in(term: Term) -> int:
+    if isinstance(term, terms.Slope):
+        return term.slopes.shape[0]
+    if isinstance(term, terms.Distance):
+        return term.values.shape[0]
+    return term.slope.shape[0] if isinstance(term, terms.Profile) else term.query.shape[1]
 
 
 def restrict(term: Term, heads: list[int], length: int) -> Term:
@@ -329,7 +351,7 @@ def load(path: str | Path) -> Capture:
         raise UserError(f"{str(path)!r} cannot be read: {error}. It is truncated or no safetensors file") from None
     if metadata.get("format") != FORMAT:
         raise UserError(f"{str(path)!r} is a safetensors file but no capture; `relpos capture` makes one from a model")
-    if not metadata.get("version", "").isdigit() or int(metadata["version"]) > VERSION:
+    if not metadata.get("version", "").isdecimal() or int(metadata["version"]) > VERSION:
         raise UserError(
             f"{str(path)!r} is a capture of version {metadata.get('version')}; this relpos reads up to {VERSION}. "
             "Install a newer relpos"
@@ -356,6 +378,22 @@ def load(path: str | Path) -> Capture:
         parameters = {
             key.removeprefix("parameter."): value for key, value in tensors.items() if key.startswith("parameter.")
         }
-        return Capture(layers=layers, parameters=parameters, tokens=tensors.get("tokens"), **header)
-    except (KeyError, TypeError, ValueError) as error:
+        made = Capture(layers=layers, parameters=parameters, tokens=tensors.get("tokens"), **header)
+        _check(made)
+        return made
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{str(path)!r} is a damaged capture: {type(error).__name__}: {error}") from None
+
+
+def _check(made: Capture) -> None:
+    """ValueError where a file says what no capture can."""
+    kinds = {"name": str, "title": str, "heads": int, "length": int, "num_layers": int, "specs": list, "modules": list}
+    for key, kind in {**kinds, "geometry": dict, "pieces": list, "provenance": dict}.items():
+        if not isinstance(getattr(made, key), kind):
+            raise ValueError(f"{key} is {getattr(made, key)!r}")
+    if made.specs and (len(made.modules) != made.num_layers or not set(made.modules) <= set(range(len(made.specs)))):
+        raise ValueError(f"modules are {made.modules}, of {made.num_layers} layers and {len(made.specs)} encodings")
+    for number, layer in made.layers.items():
+        sizes = {heads_in(term) for term in layer.terms} | ({layer.q.shape[0]} if layer.q is not None else set())
+        if not 0 <= number < made.num_layers or len(sizes) > 1:
+            raise ValueError(f"layer {number} of {made.num_layers} has {sorted(sizes)} heads")

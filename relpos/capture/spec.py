@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -68,15 +67,9 @@ def from_spec(
         length=length,
         num_layers=1,
         layers={0: Layer(terms, q, k, head_dim**-0.5, causal=causal)},
-        specs=[by_name(spec)],
+        specs=[encodings.by_name(spec)],
         modules=[0],
         parameters={f"0.{key}": value.detach().clone() for key, value in encoding.state_dict().items()},
         geometry={"heads": heads, "head_dim": head_dim, "hidden_size": encoding.hidden_size},
         provenance={"encoding": spec, "note": ", ".join(note)},
     )
-
-
-def by_name(spec: str) -> str:
-    """A spec that names a file, as the name the file was registered under: a capture never imports a path."""
-    name, _ = encodings.parse(spec)
-    return Path(name).stem + spec[len(name) :] if name.endswith(".py") else spec

@@ -6,6 +6,7 @@ come from `register(cls)`, from the entry point group `relpos.encodings`, or fro
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -26,6 +27,7 @@ __all__ = [
     "DistanceEncoding",
     "Encoding",
     "build",
+    "by_name",
     "describe_type",
     "get",
     "names",
@@ -40,6 +42,7 @@ __all__ = [
 
 _registered: dict[str, type[Encoding]] = {}
 _GEOMETRY = ("heads", "head_dim", "hidden_size")
+LONGEST_NAME = 120  # of a file, without what is added to it
 
 
 def register(cls: type[Encoding], name: str | None = None) -> type[Encoding]:
@@ -122,7 +125,7 @@ def load_file(path: str | Path) -> type[Encoding]:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise UserError(f"{path} could not be imported: {type(error).__name__}: {error}") from error
     return register(_in_module(module, str(path)), name)
@@ -301,4 +304,18 @@ def slug(spec: str) -> str:
     rest = spec.strip()[len(name) :]
     stem = Path(name).stem if name.endswith(".py") else name
     rest = rest.replace("=-", "=minus ")
-    return re.sub(r"[^A-Za-z0-9.]+", "-", stem + rest).strip("-.")
+    made = re.sub(r"[^A-Za-z0-9.]+", "-", stem + rest).strip("-.")
+    if len(made) <= LONGEST_NAME:
+        return made
+    mark = hashlib.sha256(made.encode()).hexdigest()[:8]  # no file name holds more than 255 characters
+    return made[: LONGEST_NAME - 9].rstrip("-.") + "-" + mark
+
+
+def by_name(spec: str) -> str:
+    """A spec with registered names in place of files, which are imported: what is saved never names a path."""
+    if ".py" not in spec:
+        return spec
+    name, options = parse(spec)
+    options = {key: by_name(value) if key == "base" else value for key, value in options.items()}
+    name = load_file(name).name if name.endswith(".py") else name
+    return name + (":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else "")

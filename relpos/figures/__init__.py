@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from relpos.figures import sheet as _sheet
 from relpos.figures import training as _training
 from relpos.figures import window as _window
 from relpos.figures.maps import Maps
-from relpos.figures.sources import Source, checkpoints, parse_heads, resolve, shipped
+from relpos.figures.sources import Source, checkpoints, parse_heads, reads_text, resolve, shipped
 from relpos.figures.style import DPI, Figure
 from relpos.files import whole
 
@@ -39,8 +41,8 @@ MAX_CHECKPOINTS = 6
 
 _EXPLAINED = {
     "bias": "The bias position adds to the scaled scores",
-    "scores": "Scores q.k/sqrt(D) after rotation, before bias and mask",
-    "weights": "Attention weights, logarithmic colours down to 1e-6",
+    "scores": "Scores {product} after rotation, before bias and mask",
+    "weights": "Attention weights{alone}",
 }
 
 
@@ -63,11 +65,19 @@ class Options:
             raise UserError(f"there is no kind of map {self.kind!r}.{nearest(self.kind, captures.KINDS)}")
         if self.view not in VIEWS:
             raise UserError(f"there is no view {self.view!r}.{nearest(self.view, VIEWS)}")
+        if self.kind not in (None, "weights") and self.view == "window":
+            raise UserError(f"windows and entropies are those of the weights, not of {self.kind}")
+        if self.shared and self.view not in ("maps", "difference"):
+            raise UserError(f"one colour range for all heads is for maps and differences, not for view {self.view!r}")
         for one in self.formats:
             if one not in FORMATS:
                 raise UserError(f"there is no picture format {one!r}.{nearest(one, FORMATS)}")
         if self.text is not None and not Path(self.text).is_file():
             raise UserError(f"there is no text file {str(self.text)!r}")
+        for key in ("layer", "length"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise UserError(f"{key} must be a whole number, not {value!r}")
         if self.length is not None and not 1 <= self.length <= captures.MAX_LENGTH:
             raise UserError(f"length must be between 1 and {captures.MAX_LENGTH}, not {self.length}")
 
@@ -111,6 +121,26 @@ def provenance(held: Capture) -> str:
     return "; ".join(f"{key}: {value}" for key, value in held.provenance.items() if value not in (None, "", {}, []))
 
 
+def _explained(held: Capture, options: Options, kind: str) -> str:
+    """What a kind of map shows. Weights without q and k must not be taken for a model's attention."""
+    alone = "" if held.has_content(options.layer, _length(held, options)) else " of the bias alone, without content"
+    layer = held.layers.get(held.index(options.layer))
+    product = "q.k/sqrt(D)"
+    if layer is not None and layer.q is not None and abs(layer.scale * layer.q.shape[-1] ** 0.5 - 1) > 1e-3:
+        product = f"{layer.scale:g} q.k"
+    return _EXPLAINED[kind].format(alone=alone, product=product)
+
+
+def _finite(rows: Iterable[tuple[int, Any]], held: Capture, kind: str) -> Iterable[tuple[int, Any]]:
+    for start, cells in rows:
+        if not bool((cells < math.inf).all()):  # nor is NaN
+            raise UserError(
+                f"the {kind} of {held.name} hold NaN or infinity, which no picture can show: the training has "
+                "diverged, or an option is too large for float32"
+            )
+        yield start, cells
+
+
 def collect(held: Capture, options: Options, kind: str | None = None, pixels: int = _maps.PIXELS) -> Maps:
     """The maps of a capture, ready to draw."""
     kind = kind or options.kind or held.default_kind(options.layer)
@@ -119,10 +149,11 @@ def collect(held: Capture, options: Options, kind: str | None = None, pixels: in
     heads = parse_heads(options.heads, held.heads_of(options.layer))
     block = max(1, -(-length // pixels))
     step = max(block, captures.CELLS // (len(heads) * length) // block * block)
-    made = _maps.collect(held.rows(kind, options.layer, heads, length, step), heads, length, kind, pixels)
+    rows = _finite(held.rows(kind, options.layer, heads, length, step), held, kind)
+    made = _maps.collect(rows, heads, length, kind, pixels)
     made.title = _title(held, options, kind)
-    alone = " of the bias alone, without content" if kind == "weights" and not held.has_content(options.layer) else ""
-    made.caption = f"{_EXPLAINED[kind]}{alone}. {provenance(held)}."
+    colours = ", logarithmic colours down to 1e-6" if kind == "weights" else ""
+    made.caption = f"{_explained(held, options, kind)}{colours}. {provenance(held)}."
     if made.block > 1:
         made.caption += (
             f" {length} tokens: each pixel is the mean of {made.block} x {made.block} cells, the colours span the "
@@ -154,7 +185,7 @@ def _draw_maps(held: Capture, options: Options) -> Drawn:
 def _rows(held: Capture, options: Options, kind: str) -> tuple[list[int], int, Any]:
     length = _length(held, options)
     heads = parse_heads(options.heads, held.heads_of(options.layer))
-    return heads, length, held.rows(kind, options.layer, heads, length)
+    return heads, length, _finite(held.rows(kind, options.layer, heads, length), held, kind)
 
 
 def _draw_profile(held: Capture, options: Options) -> Drawn:
@@ -162,7 +193,9 @@ def _draw_profile(held: Capture, options: Options) -> Drawn:
     heads, length, rows = _rows(held, options, kind)
     made = _profile.collect(rows, heads, length, kind)
     band = " Bands: one standard deviation over the pairs of tokens at that distance." if made.spread.any() else ""
-    caption = f"{_EXPLAINED[kind].split(',')[0]}, mean over the text.{band} {provenance(held)}."
+    what = _explained(held, options, kind).removesuffix(", before bias and mask")
+    over = ", mean over the text" if held.tokens is not None else ""
+    caption = f"{what}{over}.{band} {provenance(held)}."
     fig = _profile.draw(made, _title(held, options, f"{kind} against distance"), caption)
     numbers = _numbers(
         held, length, distances=made.distances, mean=made.mean, spread=made.spread, heads=np.array(heads) + 1
@@ -173,10 +206,9 @@ def _draw_profile(held: Capture, options: Options) -> Drawn:
 def _draw_window(held: Capture, options: Options) -> Drawn:
     heads, length, rows = _rows(held, options, "weights")
     made = _window.collect(rows, heads, length)
-    alone = "" if held.has_content(options.layer) else "Weights of the bias alone, without content. "
     caption = (
         f"Means over the queries of the second half of {length} tokens; lines: one standard deviation. "
-        f"{alone}{provenance(held)}."
+        f"{_explained(held, options, 'weights')}. {provenance(held)}."
     )
     fig = _window.draw(made, _title(held, options, "window and entropy"), caption)
     numbers = _numbers(held, length, window=made.window, entropy=made.entropy, heads=np.array(heads) + 1)
@@ -195,11 +227,15 @@ def _draw_difference(first: Capture, second: Capture, options: Options) -> Drawn
     size = np.nanmax(np.abs(values), axis=(1, 2))
     made = Maps("difference", a.heads, a.length, values, -size, size, a.block)
     made.title = _title(second, options, f"{kind}, {second.name} minus {first.name}")
-    made.caption = f"First: {provenance(first)}. Second: {provenance(second)}."
+    made.caption = "".join(
+        f"{which}: {_explained(held, options, kind)}. {provenance(held)}. "
+        for which, held in (("First", first), ("Second", second))
+    ).rstrip()
     if made.block > 1:
         made.caption += f" Each pixel is the mean of {made.block} x {made.block} cells."
     numbers = _numbers(second, a.length, difference=made.array(), heads=np.array(a.heads) + 1)
-    return Drawn(_maps.draw(made, shared=options.shared), f"{second.name}-minus-{first.name}", numbers, second, made)
+    name = _name(second, options, kind).replace(second.name, f"{second.name}-minus-{first.name}", 1)
+    return Drawn(_maps.draw(made, shared=options.shared), name, numbers, second, made)
 
 
 def _draw_training(folder: Path, options: Options) -> Drawn:
@@ -226,6 +262,8 @@ def _draw_training(folder: Path, options: Options) -> Drawn:
 
 def _draw(sources: Sequence[Source], options: Options) -> Iterable[Drawn]:
     """One picture per source; the difference takes two, the default is what ships."""
+    if (options.text is not None or options.tokens is not None) and not any(map(reads_text, sources)):
+        raise UserError("no source reads a text: captures hold theirs, encodings by themselves have none; name a model")
     if options.view == "difference":
         if len(sources) != 2:
             raise UserError(f"the difference view takes two sources, first and second, not {len(sources)}")
@@ -248,8 +286,9 @@ def _sheet_of(drawn: Sequence[Drawn]) -> Figure:
     maps = [d.maps for d in drawn if d.maps is not None]
     titles = [d.capture.title for d in drawn if d.maps is not None]
     sizes = [d.capture.provenance.get("recipe", "").split(" at ")[0] for d in drawn if d.maps is not None]
-    # What not all rows share stands beside each.
-    facts = [column for column in (sizes, [one.kind for one in maps]) if len(set(column)) > 1]
+    # What not all rows share stands beside each, and where titles repeat, the names.
+    names = [d.name for d in drawn if d.maps is not None] if len(set(titles)) < len(titles) else []
+    facts = [column for column in (names, sizes, [one.kind for one in maps]) if len(set(column)) > 1]
     remarks = [", ".join(filter(None, row)) for row in zip(*facts)] if facts else [""] * len(maps)
     return _sheet.draw(maps, list(zip(titles, remarks, strict=True)), caption.strip())
 
@@ -268,11 +307,14 @@ def _options(given: dict[str, Any]) -> Options:
     text = given.pop("format", None) or ("png", "pdf")
     formats = tuple(p.strip().lower() for p in (text.split(",") if isinstance(text, str) else text) if p.strip())
     if given.pop("checkpoints", False):
+        if given.get("view", "maps") not in ("maps", "training"):
+            raise UserError(f"checkpoints are drawn as maps, not as view {given['view']!r}")
         given["view"] = "training"
-    try:
-        return Options(**given, formats=formats or ("png", "pdf"))
-    except TypeError as error:
-        raise UserError(f"relpos.figure: {error}") from None
+    known = [item.name for item in fields(Options)]
+    for key in given:
+        if key not in known:
+            raise UserError(f"relpos.figure has no option {key!r}.{nearest(key, known)}")
+    return Options(**given, formats=formats or ("png", "pdf"))
 
 
 def figure(*sources: Source, out: str | Path | None = None, **given: Any) -> Figure:
@@ -307,16 +349,16 @@ def write(
     folder = Path(out)
     written: list[Path] = []
     drawn: list[Drawn] = []
-    used: dict[str, int] = {}
+    used: set[str] = set()
     chosen = list(sources or shipped())
     names = [Path(what).name.removesuffix(".safetensors") if isinstance(what, (str, Path)) else "" for what in chosen]
     coming = [*names, "contact sheet"]
     with Progress("drawing", progress) as bar:
         bar(0.0, coming[0])
         for number, one in enumerate(_draw(chosen, options), 1):
-            used[one.name] = used.get(one.name, 0) + 1
-            if used[one.name] > 1:  # two sources of one name: neither overwrites the other
-                one.name += f"-{used[one.name]}"
+            own = itertools.chain([one.name], (f"{one.name}-{n}" for n in itertools.count(2)))
+            one.name = next(name for name in own if name not in used)  # of one name, none overwrites another
+            used.add(one.name)
             written += _write_one(one, folder, options)
             one.fig.clear()  # a dozen large pictures need not stay in memory
             drawn.append(one)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MultipleLocator
+from matplotlib.ticker import MaxNLocator, MultipleLocator
 from torch import Tensor
 
 from relpos.figures.style import DPI, Figure, colours, signs_matter, style
@@ -79,9 +79,9 @@ def panel(ax: Axes, bar: Axes | None, maps: Maps, index: int, low: float, high: 
     extent = (-0.5, maps.length - 0.5, maps.length - 0.5, -0.5)
     image = ax.imshow(values, cmap=cmap, norm=norm, extent=extent, aspect="equal", interpolation="auto")
     step = 100 if 150 < maps.length <= 600 else 2 ** round(math.log2(maps.length / 4)) if maps.length > 600 else None
-    if step is not None:
-        for axis in (ax.xaxis, ax.yaxis):  # the same on both, though labels on one need more room
-            axis.set_major_locator(MultipleLocator(step))
+    for axis in (ax.xaxis, ax.yaxis):  # the same on both, though labels on one need more room
+        whole = MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True)  # matplotlib's own may be halves
+        axis.set_major_locator(whole if step is None else MultipleLocator(step))
     if bar is None:
         return
     ax.figure.colorbar(image, cax=bar)
@@ -99,7 +99,8 @@ def draw(maps: Maps, *, shared: bool = False, columns: int = 3) -> Figure:
     digits = 0.08 * max(0, len(str(maps.length - 1)) - 3)  # longer tick labels want more room
     side, gap_x, gap_y, left, right = 512 / DPI, 1.45 + digits, 0.62, 0.6 + digits, 1.05
     lines = textwrap.wrap(maps.caption, max(40, int(columns * 56)))
-    top, bottom = 0.75, 0.45 + 0.17 * len(lines)
+    title = textwrap.wrap(maps.title, max(30, int(columns * 36)), break_on_hyphens=True)
+    top, bottom = 0.75 + 0.2 * (len(title) - 1), 0.45 + 0.17 * len(lines)
     width = left + columns * side + (columns - 1) * gap_x + right
     height = top + rows * side + (rows - 1) * gap_y + bottom
     with style():
@@ -114,7 +115,8 @@ def draw(maps: Maps, *, shared: bool = False, columns: int = 3) -> Figure:
             ax.set_title(f"Head {head + 1}")
             low, high = (low_all, high_all) if shared else (float(maps.low[index]), float(maps.high[index]))
             panel(ax, bar, maps, index, low, high)
-        fig.text(left / width, 1 - 0.3 / height, maps.title, size=12, weight="bold", va="center")
+        middle = 0.3 + 0.1 * (len(title) - 1)
+        fig.text(left / width, 1 - middle / height, "\n".join(title), size=12, weight="bold", va="center")
         fig.text(
             left / width, (bottom - 0.4) / height, "\n".join(lines), size=8, va="top", color="0.25", linespacing=1.35
         )

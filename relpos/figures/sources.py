@@ -44,6 +44,11 @@ def _is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or bool(checkpoints(folder))
 
 
+def reads_text(what: Source) -> bool:
+    """A model does; a capture holds the text it was made with, and an encoding by itself has none."""
+    return isinstance(what, nn.Module) or (isinstance(what, (str, Path)) and os.path.isdir(what))
+
+
 def resolve(
     what: Source,
     *,
@@ -59,20 +64,21 @@ def resolve(
     if isinstance(what, nn.Module):
         return captures.from_model(what, text=text, tokens=tokens, length=length or 512, layers=layers, name=name)
     path = Path(what)
-    if path.is_dir() and _is_model(path):
+    is_dir, is_file = os.path.isdir(path), os.path.isfile(path)  # unlike Path's, they know no name that is too long
+    if is_dir and _is_model(path):
         return captures.from_model(
             final(path), text=text, tokens=tokens, length=length or 512, layers=layers, name=name or path.resolve().name
         )
-    if path.is_file() and path.suffix != ".py":
+    if is_file and path.suffix != ".py" and str(what) not in encodings.names():
         held = captures.load(path)
         held.name = path.name.removesuffix(".safetensors")
         return held
     spec = str(what)
     plain = encodings.parse(spec)[0]
-    if not plain.endswith(".py") and (os.sep in spec or path.is_dir() or path.suffix == ".safetensors"):
-        if path.is_dir() and plain not in encodings.names():
+    if not plain.endswith(".py") and (os.sep in plain or is_dir or path.suffix == ".safetensors"):
+        if is_dir and plain not in encodings.names():
             raise UserError(f"the folder {spec!r} holds no model: there is no config.json in it")
-        if not path.is_dir():
+        if not is_dir:
             raise UserError(f"there is no file or folder {spec!r}")
     return captures.from_spec(spec, length=length or 512)
 
@@ -90,7 +96,7 @@ def parse_heads(text: str | Sequence[int] | None, count: int) -> list[int]:
             first, last = int(match.group(1)), int(match.group(2) or match.group(1))
             wanted += range(first, min(last, max(first, count + 1)) + 1)  # one too many is enough to be refused
     else:
-        wanted = [int(head) for head in text]
+        wanted = [int(head) for head in ([text] if isinstance(text, int) else text)]
     for head in wanted:
         if not 1 <= head <= count:
             raise UserError(f"there is no head {head}: this layer has {count}, numbered from 1")

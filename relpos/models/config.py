@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from relpos.attention import IMPLEMENTATIONS
-from relpos.encodings import Encoding, build, get, load_file, parse
+from relpos.encodings import Encoding, build, by_name, get
 from relpos.errors import UserError, nearest
 
 FORMAT_VERSION = 1  # of config.json; raised when an older relpos would misread it
@@ -205,7 +205,7 @@ class RelPosConfig(PreTrainedConfig):
             if name not in known:  # the constructor itself, as all of transformers, takes any name
                 raise UserError(f"a config has no field {name!r}.{nearest(name, known)}")
         specs = [encoding] if isinstance(encoding, str) else list(encoding)
-        named = [_by_name(spec) for spec in specs]
+        named = [by_name(spec) for spec in specs]
         overrides = {cls.attribute_map.get(name, name): value for name, value in overrides.items()}
         settings: dict[str, Any] = {**asdict(SIZES[size]), **overrides}
         return cls(encoding=named[0] if isinstance(encoding, str) else named, **settings)
@@ -242,16 +242,6 @@ def check_impl(impl: str) -> str:
     if impl not in IMPLEMENTATIONS:
         raise UserError(f"there is no implementation {impl!r}.{nearest(str(impl), IMPLEMENTATIONS)}")
     return impl
-
-
-def _by_name(spec: str) -> str:
-    """A spec with registered names in place of files."""
-    if ".py" not in spec:
-        return spec
-    name, options = parse(spec)
-    options = {key: _by_name(value) if key == "base" else value for key, value in options.items()}
-    name = load_file(name).name if name.endswith(".py") else name
-    return name + (":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else "")
 
 
 __all__ = ["FORMAT_VERSION", "RelPosConfig", "RelPosEncoderConfig", "SIZES", "Size", "check_impl"]

@@ -111,3 +111,17 @@ def test_the_one_that_reads_the_text(tmp_path, registry):
     )
     close(attention(case, encoding, inputs, key_padding_mask=mask)[1:, :, 4:], alone)
     assert not torch.allclose(whole, relpos.attention(inputs.q, inputs.k, inputs.v, "none"))
+
+
+def test_a_hook_that_gives_the_wrong_thing_is_told_so(tmp_path, registry):
+    for body, says in [
+        ("def by_distance(self, d): return -d.abs()", r"wrong: by_distance must give .* = \[12, 8\], not \[8\]"),
+        ("def by_distance(self, d): return -d.abs().expand(3, *d.shape)", r"= \[12, 8\], not \[3, 8\]"),
+        ("pass", "Wrong must define by_distance"),
+    ]:
+        path = tmp_path / str(len(body)) / "wrong.py"
+        path.parent.mkdir()
+        head = "from relpos.encodings.base import DistanceEncoding\nclass Wrong(DistanceEncoding):\n    "
+        path.write_text(f"{head}{body}\n")
+        with pytest.raises(relpos.UserError, match=says):
+            relpos.bias_matrix(encodings.build(str(path)), 8)

@@ -484,6 +484,21 @@ def test_without_gradients_pytorchs_own_kernel_gives_the_same(spec, queries, mon
     assert calls
 
 
+def test_values_of_another_dtype_without_gradients():
+    inputs = Inputs(4, 6, dtype=torch.float32)
+    with torch.no_grad():
+        for impl in ("auto", "blockwise"):
+            out = relpos.attention(inputs.q, inputs.k, inputs.v.double(), "alibi", impl=impl)
+            close(out, relpos.attention(inputs.q, inputs.k, inputs.v.double(), "alibi", impl="reference"))
+
+
+def test_explain_takes_the_arguments_of_attention():
+    inputs = Inputs(4, 6, dtype=torch.float32)
+    assert relpos.explain(inputs.q, inputs.k, inputs.v, "alibi", scale=0.3, window=3)[0] in ("reference", "blockwise")
+    with pytest.raises(UserError, match="no argument 'windw'. Did you mean 'window'"):
+        relpos.explain(inputs.q, inputs.k, inputs.v, "alibi", windw=3)
+
+
 def test_auto_is_the_same_at_a_length_where_it_is_blockwise(monkeypatch):
     encoding, inputs = make(several[0], H), Inputs(H, 20)
     dense = attention(several[0], encoding, inputs)
@@ -533,6 +548,17 @@ def test_bad_input():
     bad(r"q_offset must be an int or \[B\] = \[2\], not \[3\]", q_offset=torch.tensor([0, 0, 0]))
     bad(r"positions must be \[1 or B, Tk\] = \[2, 6\], not \[2, 5\]", positions=x(2, 5).long())
     bad("window must be at least 1", window=0)
+    bad("window must be a whole number, not 2.5", window=2.5)
+    bad("window must be a whole number, not '5'", window="5")
+    bad("q_offset must be a whole number, not 1.5", q_offset=1.5)
+    bad("q_offset must be whole numbers, not torch.float32", q_offset=x(2))
+    bad("q_offset=4 puts 3 queries outside 6 keys", q=x(2, 4, 3, 8), q_offset=torch.tensor([0, 4]))
+    bad("q_offset=-1 puts", q=x(2, 4, 3, 8), q_offset=torch.tensor([-1, 0]))
+    bad("positions must be whole numbers, not torch.float32", encoding="rope", positions=torch.arange(6) / 2)
+    far = torch.arange(6) + 10000
+    bad("there are 10006", encoding="xpos", positions=far, q=x(2, 4, 6, 8).half(), k=x(2, 4, 6, 8).half())
+    far = {name: x(1, 1, 6000, 8).half() for name in "qkv"}
+    bad("there are 6000", encoding="xpos", cu_seqlens=torch.tensor([0, 6000]), **far)
     bad("there is no implementation 'flash'", impl="flash")
     bad("there is no implementation None", impl=None)
     bad("impl='fused' cannot run here", impl="fused")

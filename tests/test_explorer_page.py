@@ -288,8 +288,15 @@ def test_a_link_reproduces_the_view(page, server, chromium):
     assert other.locator("#readout").inner_text() == page.locator("#readout").inner_text()
     until(other, lambda: other.evaluate("document.querySelector('#large canvas').toDataURL()") == picture)
     other.goto(f"{server}#a=77&layer=q&head=-5&kind=%00&zoom=1,x&at=9e9,-1&view=zzz&play=%7B")
-    expect(other.locator("#alert")).to_contain_text("no source '77'")
+    expect(other.locator("#text-note")).to_contain_text("are shown")  # the first source, and its own kind
+    expect(other.locator("#alert")).to_be_hidden()
     other.close()
+
+
+def test_a_link_to_sources_this_page_does_not_have(page, server):
+    page.goto(f"{server}#a=99&b=98")
+    ready(page, "0/2/bias/")
+    expect(page.locator("#text-note")).to_contain_text("does not have")
 
 
 def test_a_typed_text(page, server, library):

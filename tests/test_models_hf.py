@@ -156,9 +156,9 @@ def stock_gpt2(**settings: Any) -> GPT2LMHeadModel:
     return shake(GPT2LMHeadModel(GPT2Config(**{**sizes, **settings})))
 
 
-def stock_bert() -> BertForMaskedLM:
+def stock_bert(**settings: Any) -> BertForMaskedLM:
     sizes = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=12, intermediate_size=96)
-    return shake(BertForMaskedLM(BertConfig(vocab_size=V, max_position_embeddings=40, **sizes)))
+    return shake(BertForMaskedLM(BertConfig(vocab_size=V, max_position_embeddings=40, **sizes, **settings)))
 
 
 @pytest.mark.parametrize("settings", [{}, {"scale_attn_weights": False}, {"n_inner": 80, "tie_word_embeddings": False}])
@@ -196,6 +196,17 @@ def test_from_bert_gives_its_logits(tmp_path: Path) -> None:
     torch.testing.assert_close(model(IDS, labels=labels).loss, stock(IDS, labels=labels).loss)
     stock.save_pretrained(tmp_path)
     torch.testing.assert_close(RelPosForMaskedLM.from_bert(tmp_path)(**given).logits, model(**given).logits)
+    untied = stock_bert(tie_word_embeddings=False)  # its output has a bias of its own
+    model = RelPosForMaskedLM.from_bert(untied)
+    torch.testing.assert_close(model(IDS).logits, untied(IDS).logits, rtol=1e-4, atol=1e-5)
+    assert model.new_weights == [] and model.unused_weights == []
+
+
+def test_labels_of_any_integer_dtype_and_texts_of_one_token() -> None:
+    model = gpt().eval()
+    for dtype in (torch.int32, torch.int16):
+        assert model(IDS, labels=IDS.to(dtype)).loss == model(IDS, labels=IDS).loss
+    assert model.token_losses(IDS[:, :1]).shape == (2, 0)
 
 
 def test_another_encoding_in_place_of_the_stock_one() -> None:
@@ -421,6 +432,18 @@ def test_accumulated_steps_count_tokens_not_batches(tmp_path: Path) -> None:
         (lambda: RelPosForCausalLM.from_pretrained("./nowhere"), "no checkpoint folder"),
         (lambda: RelPosForCausalLM.from_pretrained("tests/nowhere"), "no checkpoint folder"),
         (lambda: RelPosForCausalLM.from_gpt2("./nowhere"), "nowhere"),
+        (lambda: RelPosForCausalLM.from_gpt2(None), "is wanted, not None"),
+        (lambda: RelPosForCausalLM.from_gpt2(stock_gpt2().transformer), "GPT2Model has no head for words"),
+        (lambda: RelPosForCausalLM.from_gpt2(stock_gpt2(), layers=1), "num_hidden_layers cannot be overridden"),
+        (lambda: RelPosForCausalLM.from_gpt2(stock_gpt2(), bias=False), "bias cannot be overridden"),
+        (lambda: RelPosForCausalLM.from_gpt2(stock_gpt2(), dropuot=0.1), "Did you mean 'dropout'"),
+        (lambda: RelPosForMaskedLM.from_bert(stock_bert(), num_hidden_layers=1), "cannot be overridden"),
+        (lambda: gpt()(IDS, labels=IDS + V), f"is outside the vocabulary of {V}; -100 marks"),
+        (lambda: gpt()(IDS, labels=IDS.float()), "labels must be whole numbers"),
+        (lambda: gpt("rope")(IDS, position_ids=torch.arange(33) / 2), "position_ids must be whole numbers"),
+        (lambda: gpt("learned")(IDS, position_ids=torch.arange(33) - 5), "from 0 on, not -5"),
+        (lambda: RelPosForMaskedLM(config())(IDS, token_type_ids=IDS + 2), "is outside the token types of 2"),
+        (lambda: RelPosForMaskedLM(config())(IDS, token_type_ids=IDS[:, 1:]), r"\[2, 33\], not \[2, 32\]"),
     ],
 )
 def test_a_mistake_gets_one_clear_message(wrong: Any, says: str) -> None:

@@ -165,12 +165,25 @@ def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) 
     given = layout.positions
     if given is not None and (given.dim() != 2 or given.shape[0] not in (1, B) or given.shape[1] != layout.Tk):
         raise UserError(f"positions must be [1 or B, Tk] = [{B}, {layout.Tk}], not {list(given.shape)}")
+    if given is not None and given.is_floating_point():
+        raise UserError(f"positions must be whole numbers, not {given.dtype}: for others there is rope:scaling=")
+    offset, window = layout.q_offset, layout.window
+    if isinstance(offset, Tensor) and (offset.is_floating_point() or offset.dtype == torch.bool):
+        raise UserError(f"q_offset must be whole numbers, not {offset.dtype}")
+    for what, value in (("q_offset", None if isinstance(offset, Tensor) else offset), ("window", window)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise UserError(f"{what} must be a whole number, not {value!r}")
     if isinstance(layout.q_offset, int) and not 0 <= layout.q_offset <= layout.Tk - layout.Tq:
         raise UserError(f"q_offset={layout.q_offset} puts {layout.Tq} queries outside {layout.Tk} keys")
     if layout.q_offset is None and layout.Tq > layout.Tk:
         raise UserError(f"{layout.Tq} queries cannot be the last of {layout.Tk} keys")
     if isinstance(layout.q_offset, Tensor) and tuple(layout.q_offset.shape) != (B,):
         raise UserError(f"q_offset must be an int or [B] = [{B}], not {list(layout.q_offset.shape)}")
+    if isinstance(offset, Tensor) and offset.device.type == "cpu" and not torch.compiler.is_compiling() and B:
+        low, high = (int(x) for x in offset.aminmax())  # on a CPU a look at the values is cheap
+        if low < 0 or high > layout.Tk - layout.Tq:
+            wrong = low if low < 0 else high
+            raise UserError(f"q_offset={wrong} puts {layout.Tq} queries outside {layout.Tk} keys")
     if layout.window is not None and layout.window < 1:
         raise UserError(f"window must be at least 1, not {layout.window}")
 
@@ -236,10 +249,16 @@ def explain(
     state: Tensor | None = None,
     impl: str = "auto",
     return_weights: bool = False,
+    scale: float | None = None,
     **where: Any,
 ) -> tuple[str, str]:
-    """The implementation that `attention` would run with the same arguments, and why. `where` is what says which query
-    sees which key: causal, positions, key_padding_mask, cu_seqlens, q_offset, window."""
+    """The implementation that `attention` would run with the same arguments, and why; the scale makes no difference.
+    `where` is what says which query sees which key: causal, positions, key_padding_mask, cu_seqlens, q_offset,
+    window."""
+    known = ("causal", "positions", "key_padding_mask", "cu_seqlens", "q_offset", "window")
+    for name in where:
+        if name not in known:
+            raise UserError(f"explain has no argument {name!r}.{nearest(name, known)}")
     q, k, terms, layout, rescore = _ready(q, k, v, encoding, hidden, state, **where)
     return choose(impl, q, k, terms, layout, v=v, rescores=rescore is not None, return_weights=return_weights)
 

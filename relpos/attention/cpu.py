@@ -28,7 +28,9 @@ def serves(q: Tensor, k: Tensor, v: Tensor | None, terms: list[Term], layout: La
     if torch.compiler.is_compiling():
         return False
     offset = layout.Tk - layout.Tq if layout.q_offset is None else layout.q_offset
-    if not isinstance(offset, int) or q.dtype == torch.float16 or (v is not None and v.shape[-1] != q.shape[-1]):
+    if not isinstance(offset, int) or q.dtype == torch.float16:
+        return False
+    if v is not None and (v.shape[-1] != q.shape[-1] or v.dtype != q.dtype):
         return False
     if not torch.is_grad_enabled():
         return True

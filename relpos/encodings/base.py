@@ -99,7 +99,7 @@ class DistanceEncoding(Encoding):
 
     def by_distance(self, d: Tensor) -> Tensor:
         """Bias at the whole distances `d` [...], future negative, as float32 (float64 in a float64 model): [H, ...]."""
-        raise NotImplementedError(f"{type(self).__name__} must define by_distance")
+        raise UserError(f"{self.name}: its class {type(self).__name__} must define by_distance(self, d)")
 
     def terms(self, ctx: Context) -> list[Term]:
         layout = ctx.layout
@@ -107,7 +107,12 @@ class DistanceEncoding(Encoding):
         origin = 0 if layout.causal else n - 1
 
         def formula(d: Tensor) -> Tensor:
-            return self.by_distance(d.to(ctx.dtype))
+            values = self.by_distance(d.to(ctx.dtype))
+            wanted = (self.heads, *d.shape)
+            if not isinstance(values, Tensor) or values.shape != wanted:
+                found = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                raise UserError(f"{self.name}: by_distance must give [heads, ...] = {list(wanted)}, not {found}")
+            return values
 
         return [Distance(formula(torch.arange(-origin, n, device=layout.device)), origin, formula)]
 

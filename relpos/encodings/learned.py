@@ -56,7 +56,9 @@ class Learned(Encoding):
     def embed(self, positions: Tensor) -> Tensor:
         # On a CPU a look at the values is cheap, and better than "index out of range in self".
         if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
-            last = int(positions.max())
+            first, last = (int(x) for x in positions.aminmax())
+            if first < 0:
+                raise UserError(f"learned has positions from 0 on, not {first}")
             if last >= self.max_positions:
                 raise self._too_long(last + 1)
         return F.embedding(positions, self.table)

@@ -144,8 +144,9 @@ def answer(request: dict[str, Any]) -> bytes:
     kind = kind or made.default_kind()
     if kind not in captures.KINDS:
         raise UserError(f"there is no kind of map {kind!r}.{nearest(str(kind), captures.KINDS)}")
-    (tensors, facts), (more, _) = wire.map_parts(made, kind, 0), wire.profile_parts(made, kind, 0)
+    (tensors, facts), (more, about) = wire.map_parts(made, kind, 0), wire.profile_parts(made, kind, 0)
     facts |= {"parameters": told, "note": made.provenance.get("note", ""), "spec": made.specs[0]}
+    facts["alone"] = about["alone"]  # of what the window is
     return wire.pack(made, 0, tensors | more, facts)
 
 

@@ -23,6 +23,7 @@ from relpos.models.cache import adopt
 from relpos.models.config import RelPosConfig, check_impl
 from relpos.models.convert import missing_folder
 from relpos.models.layers import MLP, Attention
+from relpos.models.loss import IGNORE
 
 
 def embedded(model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -34,21 +35,36 @@ def embedded(model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None)
     if given.dim() != 2 or given.shape[1] == 0:
         raise UserError(f"the input must be [batch, tokens] with at least one token; it is {list(given.shape)}")
     if input_ids is not None:
-        _check_vocabulary(input_ids, model.config.vocab_size)
+        hint = ": is the text from another tokenizer?"
+        check_range("token", input_ids, model.config.vocab_size, "the vocabulary", hint)
     hidden = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     if hidden.shape[-1] != model.config.hidden_size:
         raise UserError(f"inputs_embeds have {hidden.shape[-1]} features and the model {model.config.hidden_size}")
     return hidden
 
 
-def _check_vocabulary(input_ids: Tensor, size: int) -> None:
+def check_range(what: str, given: Tensor, size: int, table: str, hint: str = "") -> None:
     # On a CPU a look at the values is cheap, and better than "index out of range in self".
-    if input_ids.device.type != "cpu" or input_ids.numel() == 0 or torch.compiler.is_compiling():
+    if given.device.type != "cpu" or given.numel() == 0 or torch.compiler.is_compiling():
         return
-    low, high = (int(x) for x in input_ids.aminmax())
+    low, high = (int(x) for x in given.aminmax())
     if low < 0 or high >= size:
-        wrong = low if low < 0 else high
-        raise UserError(f"token {wrong} is outside the vocabulary of {size}: is the text from another tokenizer?")
+        raise UserError(f"{what} {low if low < 0 else high} is outside {table} of {size}{hint}")
+
+
+def checked_labels(labels: Tensor | None, hidden: Tensor, size: int) -> Tensor | None:
+    """Labels as int64, of the shape of the tokens, IGNORE or inside the vocabulary."""
+    if labels is None:
+        return None
+    if tuple(labels.shape) != tuple(hidden.shape[:2]):
+        raise UserError(f"labels must be [batch, tokens] = {list(hidden.shape[:2])}, not {list(labels.shape)}")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise UserError(f"labels must be whole numbers, those of tokens, not {labels.dtype}")
+    labels = labels.long()
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        hint = f"; {IGNORE} marks those that do not count"
+        check_range("label", labels[labels != IGNORE], size, "the vocabulary", hint)
+    return labels
 
 
 @dataclass

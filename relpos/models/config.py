@@ -195,18 +195,23 @@ class RelPosConfig(PreTrainedConfig):
         )
 
     @classmethod
+    def by_field(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Settings under the names of fields. The constructor itself, as all of transformers, takes any name."""
+        known = [field.name for field in fields(cls)] + list(cls.attribute_map)
+        for name in given:
+            if name not in known:
+                raise UserError(f"a config has no field {name!r}.{nearest(name, known)}")
+        return {cls.attribute_map.get(name, name): value for name, value in given.items()}
+
+    @classmethod
     def preset(cls, size: str, encoding: str | list[str] = "alibi", **overrides: Any) -> RelPosConfig:
         """A config of size `nano`, `tiny`, `small`, `medium` or `large`. Here, in a call of your own, an encoding may
         be a file (`"./mine.py:opt=1"`): it is imported, and the config holds its name."""
         if size not in SIZES:
             raise UserError(f"there is no size {size!r}.{nearest(str(size), SIZES)}")
-        known = [field.name for field in fields(cls)] + list(cls.attribute_map)
-        for name in overrides:
-            if name not in known:  # the constructor itself, as all of transformers, takes any name
-                raise UserError(f"a config has no field {name!r}.{nearest(name, known)}")
+        overrides = cls.by_field(overrides)
         specs = [encoding] if isinstance(encoding, str) else list(encoding)
         named = [by_name(spec) for spec in specs]
-        overrides = {cls.attribute_map.get(name, name): value for name, value in overrides.items()}
         settings: dict[str, Any] = {**asdict(SIZES[size]), **overrides}
         return cls(encoding=named[0] if isinstance(encoding, str) else named, **settings)
 

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 def source_model(source: str | Path | PreTrainedModel, kind: str, auto: str) -> PreTrainedModel:
     """A transformers model of the type `kind`, given or loaded from a folder or a name on the hub."""
     if not isinstance(source, PreTrainedModel):
+        if not isinstance(source, (str, Path)):
+            raise UserError(f"a {kind} model, or the folder or name of one, is wanted, not {source!r}")
         if missing_folder(source):
             raise UserError(f"there is no folder {str(source)!r} to load a {kind} model from")
         try:
@@ -29,6 +31,16 @@ def source_model(source: str | Path | PreTrainedModel, kind: str, auto: str) -> 
     if source.config.model_type != kind:
         raise UserError(f"this takes the weights of a {kind} model, not of a {source.config.model_type}")
     return source
+
+
+def with_overrides(settings: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a model whose weights are taken over, with what a caller wants otherwise. What would leave
+    weights without a place, or places without weights, cannot be changed."""
+    kept = {"bias": True, **settings}
+    for name in ("bias", "num_hidden_layers"):
+        if overrides.get(name, kept[name]) != kept[name]:
+            raise UserError(f"{name} cannot be overridden when weights are taken over: it is {kept[name]}")
+    return {**settings, **overrides}
 
 
 def missing_folder(path: Any) -> bool:

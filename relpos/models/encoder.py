@@ -15,9 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 from relpos.errors import UserError
-from relpos.models.base import RelPosPreTrainedModel, embedded
+from relpos.models.base import RelPosPreTrainedModel, check_range, checked_labels, embedded
 from relpos.models.config import RelPosConfig, RelPosEncoderConfig
-from relpos.models.convert import Copy, source_model
+from relpos.models.convert import Copy, source_model, with_overrides
 from relpos.models.layers import MLP, Attention, activation
 from relpos.models.loss import chunked_loss, plain_loss
 from relpos.models.positions import Encodings, Plan, layout_of
@@ -78,6 +78,11 @@ class RelPosEncoder(RelPosBERT):
             hidden, causal=False, attention_mask=attention_mask, position_ids=position_ids, cu_seqlens=cu_seqlens
         )
         plans = self.encodings.plans(layout, self._dtype_of_scores())
+        if token_type_ids is not None:
+            if tuple(token_type_ids.shape) != tuple(hidden.shape[:2]):
+                shapes = f"{list(hidden.shape[:2])}, not {list(token_type_ids.shape)}"
+                raise UserError(f"token_type_ids must be [batch, tokens] = {shapes}")
+            check_range("token type", token_type_ids, self.config.type_vocab_size, "the token types")
         types = self.embed_types.weight[0] if token_type_ids is None else self.embed_types(token_type_ids)
         hidden = self.dropout(self.embed_norm(self.encodings.embed(hidden + types, layout)))
         trace = self._trace(output_hidden_states, output_attentions)
@@ -134,8 +139,7 @@ class RelPosForMaskedLM(RelPosBERT):
             return_dict=True,
         )
         hidden = self.head_norm(self.head_act(self.head_dense(outputs.last_hidden_state)))
-        if labels is not None and tuple(labels.shape) != tuple(hidden.shape[:2]):
-            raise UserError(f"labels must be [batch, tokens] = {list(hidden.shape[:2])}, not {list(labels.shape)}")
+        labels = checked_labels(labels, hidden, self.config.vocab_size)
         loss = logits = None
         if labels is not None and self._skips_logits(skip_logits) and type(self.lm_head) is nn.Linear:
             loss = chunked_loss(hidden, self.lm_head.weight, self.lm_head.bias, labels, num_items_in_batch)
@@ -175,7 +179,8 @@ class RelPosForMaskedLM(RelPosBERT):
             pad_token_id=theirs.pad_token_id,
         )
         encoding = f"learned:max_positions={theirs.max_position_embeddings}" if encoding is None else encoding
-        model = cls(RelPosEncoderConfig(encoding=encoding, **{**settings, **overrides}))
+        settings = with_overrides(settings, RelPosEncoderConfig.by_field(overrides))
+        model = cls(RelPosEncoderConfig(encoding=encoding, **settings))
         copy = Copy(model, state)
 
         def both(new: str, *old: str) -> None:
@@ -197,8 +202,10 @@ class RelPosForMaskedLM(RelPosBERT):
         both("head_dense", "cls.predictions.transform.dense")
         both("head_norm", "cls.predictions.transform.LayerNorm")
         copy("lm_head.weight", "cls.predictions.decoder.weight")
-        copy("lm_head.bias", "cls.predictions.bias")
-        copy.left.discard("cls.predictions.decoder.bias")  # tied to the one above
+        # The decoder's own is what BERT adds; where the output is tied to the embedding, both are one.
+        own, other = "cls.predictions.decoder.bias", "cls.predictions.bias"
+        copy("lm_head.bias", own if own in state else other)
+        copy.left -= {own, other}
         return copy.done()
 
 

@@ -16,10 +16,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from relpos.errors import UserError
-from relpos.models.base import RelPosPreTrainedModel, embedded
+from relpos.models.base import RelPosPreTrainedModel, checked_labels, embedded
 from relpos.models.compiled import plain
 from relpos.models.config import RelPosConfig
-from relpos.models.convert import Copy, source_model
+from relpos.models.convert import Copy, source_model, with_overrides
 from relpos.models.layers import MLP, Attention
 from relpos.models.loss import chunked_loss, plain_loss, shifted, token_losses
 from relpos.models.norm import add_norm
@@ -175,9 +175,8 @@ class RelPosForCausalLM(RelPosGPT, GenerationMixin):
         )
         hidden = outputs.last_hidden_state
         targets = None
+        labels = checked_labels(labels, hidden, self.config.vocab_size)
         if labels is not None:
-            if tuple(labels.shape) != tuple(hidden.shape[:2]):
-                raise UserError(f"labels must be [batch, tokens] = {list(hidden.shape[:2])}, not {list(labels.shape)}")
             documents = None
             if cu_seqlens is not None:
                 documents = layout_of(hidden, causal=True, cu_seqlens=cu_seqlens).documents()
@@ -256,6 +255,8 @@ class RelPosForCausalLM(RelPosGPT, GenerationMixin):
         """
         gpt2 = source_model(source, "gpt2", "AutoModelForCausalLM")
         theirs = gpt2.config
+        if not {"transformer.wte.weight", "lm_head.weight"} <= set(gpt2.state_dict()):
+            raise UserError(f"{type(gpt2).__name__} has no head for words: give a GPT2LMHeadModel")
         if theirs.scale_attn_by_inverse_layer_idx or theirs.add_cross_attention:
             raise UserError("a GPT-2 with scale_attn_by_inverse_layer_idx or cross-attention has no counterpart here")
         settings: dict[str, Any] = dict(
@@ -275,7 +276,8 @@ class RelPosForCausalLM(RelPosGPT, GenerationMixin):
             pad_token_id=theirs.pad_token_id,
         )
         encoding = f"learned:max_positions={theirs.n_positions}" if encoding is None else encoding
-        model = cls(RelPosConfig(encoding=encoding, **{**settings, **overrides}))
+        settings = with_overrides(settings, RelPosConfig.by_field(overrides))
+        model = cls(RelPosConfig(encoding=encoding, **settings))
         copy = Copy(model, gpt2.state_dict())
         copy("model.embed_tokens.weight", "transformer.wte.weight")
         copy.positions("transformer.wpe.weight")

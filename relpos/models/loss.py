@@ -88,7 +88,7 @@ def token_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
     """Cross entropy of every target, float32 of the shape of `targets`; 0 where the target is IGNORE."""
     hidden, weight, bias, flat = _flat(hidden, weight, bias, targets)
     parts = [_chunk(hidden[rows], weight, bias, flat[rows])[0] for rows in _chunks(hidden, weight)]
-    return torch.cat(parts).view(targets.shape)
+    return torch.cat([hidden.new_zeros(0, dtype=torch.float32), *parts]).view(targets.shape)
 
 
 def _chunk(

@@ -79,6 +79,8 @@ def _positions(
         assert known is not None
         given = known[:, -1:] + torch.arange(1, T + 1, device=device)
     given = given[None] if given.dim() == 1 else given
+    if given.is_floating_point():
+        raise UserError(f"position_ids must be whole numbers, not {given.dtype}: for others there is rope:scaling=")
     if given.dim() != 2 or given.shape[0] not in (1, B) or given.shape[1] not in (T, past + T):
         raise UserError(f"position_ids must be [{B}, {T}], one for each new token; they are {list(given.shape)}")
     if given.shape[1] == T and past:

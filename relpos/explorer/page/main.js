@@ -95,6 +95,9 @@ async function drawHeads(mine) {
   $("main").setAttribute("aria-busy", "true");
   $("heads").classList.add("loading");
   if (!A) $("title").textContent = "Loading…";
+  // A link may name sources of another page; texts that were typed have keys of their own.
+  const lost = ["a", "b"].filter((side) => state[side] && !state[side].startsWith("t") && !index.sources.some((s) => s.key === state[side]));
+  for (const side of lost) state[side] = "";
   const a = await describe(state.a || index.sources[0].key);
   const b = state.b ? await describe(state.b) : null;
   if (mine !== turn) return;
@@ -103,7 +106,7 @@ async function drawHeads(mine) {
   const layer = layerOf(A, state.layer);
   const kinds = A.layers[layer];
   const kind = kinds.includes(state.kind) ? state.kind : kinds.includes(A.default_kind) ? A.default_kind : kinds[0];
-  if (state.kind && kind !== state.kind) note(`${A.title} holds no ${state.kind} in layer ${Number(layer) + 1}; ${kind} are shown.`); else note("");
+  if (state.kind && kind !== state.kind) note(`${A.title} holds no ${state.kind} in layer ${Number(layer) + 1}; ${kind} are shown.`); else note(lost.length ? "The link names a source that this page does not have." : "");
   let layerB = null;
   if (B) {
     layerB = layerOf(B, state.layer || layer);

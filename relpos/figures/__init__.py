@@ -227,10 +227,10 @@ def _draw_difference(first: Capture, second: Capture, options: Options) -> Drawn
     size = np.nanmax(np.abs(values), axis=(1, 2))
     made = Maps("difference", a.heads, a.length, values, -size, size, a.block)
     made.title = _title(second, options, f"{kind}, {second.name} minus {first.name}")
-    made.caption = "".join(
-        f"{which}: {_explained(held, options, kind)}. {provenance(held)}. "
-        for which, held in (("First", first), ("Second", second))
-    ).rstrip()
+    what = [_explained(held, options, kind) + ". " for held in (first, second)]
+    if what[0] == what[1]:  # once is enough
+        made.caption, what = what[0], ["", ""]
+    made.caption += f"First: {what[0]}{provenance(first)}. Second: {what[1]}{provenance(second)}."
     if made.block > 1:
         made.caption += f" Each pixel is the mean of {made.block} x {made.block} cells."
     numbers = _numbers(second, a.length, difference=made.array(), heads=np.array(a.heads) + 1)

@@ -273,10 +273,8 @@ def _finish(outcomes: list[Any]) -> None:
             if outcome.file is not None:
                 print(outcome.file)
         for outcome in failed:
-            print(
-                f"relpos: {outcome.path}: {outcome.error or 'some lengths were not measured, see above'}",
-                file=sys.stderr,
-            )
+            why = outcome.error or f"some lengths were not measured; {outcome.file} says why"
+            print(f"relpos: {outcome.path}: {why}", file=sys.stderr)
     if failed:
         raise typer.Exit(2)
 

@@ -263,12 +263,19 @@ def asked(study: Study, job: Job, data: TokenData) -> dict[str, Any]:
     }
 
 
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, no UTF-8
+        raise UserError(f"{path} is not valid JSON ({error}): mend or delete it") from None
+
+
 def load(folder: str | Path) -> list[dict[str, Any]]:
     """The results of a study, in the order of their names."""
     found = []
     for path in sorted(Path(folder).glob("*.json")):
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if value.get("format") == FORMAT:
+        value = _read(path)
+        if isinstance(value, dict) and value.get("format") == FORMAT:
             if value["format_version"] > VERSION:
                 raise UserError(f"{path} has format version {value['format_version']}; this relpos reads {VERSION}")
             found.append(value)
@@ -781,6 +788,10 @@ class Runner:
 
 def check(study: Study, jobs: list[Job]) -> list[Job]:
     """Mistakes are found before anything runs. Returns what is missing."""
+    if not study.lengths:
+        raise UserError("name at least one length to test at")
+    if study.ahead is not None and study.ahead < 0:
+        raise UserError(f"ahead must be at least 0, not {study.ahead}")
     presets.shape(study.length, study.tokens_per_step, presets.preset(study.size).rows, 1, study.rows)
     data = TokenData(study.data)
     load_tokenizer(data)
@@ -792,8 +803,9 @@ def check(study: Study, jobs: list[Job]) -> list[Job]:
         if not path.is_file():
             missing.append(job)
             continue
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if known.get("asked") != {**common, "encoding": job.spec, "recipe": recipe(study, job)}:
+        known = _read(path)
+        now = {**common, "encoding": job.spec, "recipe": recipe(study, job)}
+        if not isinstance(known, dict) or known.get("asked") != now:
             raise UserError(f"{path} was made with another recipe, text or test: choose another --out, or delete it")
     return missing
 

@@ -334,6 +334,17 @@ def test_mistakes_in_sources(tmp_path, monkeypatch):
         return tmp_path / name
 
     fails("no file or folder", "nowhere.txt")
+    fails("is not UTF-8 text around byte 1,500,003", file("late.txt", b"text " * 300_000 + b"caf\xe9 \xff\xfe"))
+    for number, (name, content) in enumerate(
+        (name, content) for name in ("vocab.json", "tokenizer_config.json") for content in ("{bad", '["a"]')
+    ):
+        folder = tmp_path / f"tokenizer-{number}"
+        tokenizer.load("bytes").save(folder)
+        if name == "vocab.json":
+            (folder / "tokenizer.json").unlink()
+            (folder / "merges.txt").write_text("")
+        (folder / name).write_text(content)
+        fails(f"{name} (is not valid JSON|should hold an object)", file("a.txt", b"text"), str(folder))
     monkeypatch.setitem(sys.modules, "datasets", None)
     fails(r"pip install 'relpos\[data\]'", "HuggingFaceFW/fineweb-edu")
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -7,6 +7,7 @@ import json
 import lzma
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from relpos.evaluation import passkey as passkeys
 from relpos.evaluation import protocols as protocol_room
 from relpos.evaluation import result as results
 from relpos.evaluation.context import effective_context
-from relpos.evaluation.scoring import Scorer, load_model, load_tokenizer
+from relpos.evaluation.scoring import Scorer, load_model, load_tokenizer, pick_device
 from relpos.figures import curves
 from relpos.models import RelPosConfig, RelPosForCausalLM
 
@@ -631,11 +632,55 @@ def test_compare_warns_and_rejects(tmp_path, capsys):
         results.write_json(tmp_path / "cut.json", {key: what for key, what in value.items() if key != part})
         assert command("compare", tmp_path / "cut.json", "--out", tmp_path / "none") == 2
         assert f"cut.json is no whole result: {part} is not there" in capsys.readouterr().err
+    for path in ("effective_context", "model.parameters", "protocols.blocks.scored.tokens"):
+        cut = json.loads(json.dumps(value))
+        *outer, last = path.split(".")
+        inner = cut
+        for key in outer:
+            inner = inner[key]
+        del inner[last]
+        results.write_json(tmp_path / "cut.json", cut)
+        assert command("compare", tmp_path / "cut.json", "--out", tmp_path / "none") == 2
+        assert f"{path.removeprefix('protocols.')} is not there" in capsys.readouterr().err
+    cut = json.loads(json.dumps(value))
+    del cut["protocols"]["blocks"]["results"][0]["perplexity"]
+    for wrong in (cut, {**value, "protocols": []}):
+        results.write_json(tmp_path / "cut.json", wrong)
+        assert command("compare", tmp_path / "cut.json", "--out", tmp_path / "none") == 2
+        assert "is no whole result" in capsys.readouterr().err
     value["protocols"]["blocks"]["results"][0].pop("status")
     results.write_json(tmp_path / "cut.json", value)
     assert command("compare", tmp_path / "cut.json", "--out", tmp_path / "none") == 2
     assert "blocks.results: rows with length and status is not there" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_no_two_columns_have_one_label(tmp_path, capsys):
+    (tmp_path / "again").mkdir()
+    shutil.copy(STORED / "kerple.json", tmp_path / "again")
+    files = [STORED / "kerple.json", tmp_path / "again" / "kerple.json", STORED / "learned.json"]
+    names = [name for name, _ in compare.load(files).perplexity]
+    assert len(set(names)) == 3 and names[2] == "learned:max_positions=32"
+    assert command("compare", *files, "--labels", "x,x,y", "--out", tmp_path / "out") == 2
+    assert "the label 'x' is given twice" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert command("compare", *files, "--labels", "x|1,x|2,y", "--out", tmp_path / "out", "--format", "svg") == 0
+    rows = [line for line in (tmp_path / "out" / "comparison.md").read_text().splitlines() if "x|1" in line]
+    assert rows == []  # escaped wherever it stands in a table
+
+
+def test_settings_that_would_count_tokens_twice():
+    with pytest.raises(UserError, match="every=10 is less than last=50"):
+        Settings((64, 200), ("last",), last=50, every=10).resolve()
+
+
+def test_a_mistyped_folder_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "kerple").mkdir(parents=True)
+    (tmp_path / "runs" / "kerple" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="there is no folder 'runs/kerpel' .* Did you mean 'runs/kerple'"):
+        load_model("runs/kerpel", device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(UserError, match="nothing can be computed on 'meta'"):
+        pick_device("meta")
 
 
 def test_curves_show_every_model_with_its_interval():

@@ -112,6 +112,8 @@ def test_counts(text, count):
         (["--learning-rate", "-1"], ["above 0"]),
         (["--eval-data", "nothing.bin"], ["nothing.bin"]),
         (["--data", "nowhere"], ["nowhere"]),
+        (["--lengths", ""], ["length"]),
+        (["--ahead", "-1"], ["ahead must be at least 0, not -1"]),
     ],
 )
 def test_mistakes_get_one_message(arguments, words, data, tmp_path, capsys):
@@ -123,6 +125,14 @@ def test_mistakes_get_one_message(arguments, words, data, tmp_path, capsys):
     assert stop.value.code == 2 and said.out == "" and len(said.err.strip().splitlines()) == 1
     assert all(word in said.err for word in words), said.err
     assert not (tmp_path / "out").exists()
+
+
+def test_other_json_in_the_folder_of_a_study(tmp_path):
+    (tmp_path / "notes.json").write_text("[1, 2]")
+    assert study.load(tmp_path) == []
+    (tmp_path / "cut.json").write_text("{cut")
+    with pytest.raises(UserError, match="cut.json is not valid JSON"):
+        study.load(tmp_path)
 
 
 def test_nothing_to_test_on(tmp_path):

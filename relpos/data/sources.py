@@ -248,13 +248,29 @@ def _long(text: str) -> Iterator[Piece]:
     yield text, True
 
 
+class _Decoder:
+    """UTF-8 in blocks. A file is known to begin as such; what is none further in is not replaced in silence."""
+
+    def __init__(self, unit: Unit):
+        self.unit, self.inner, self.read = unit, codecs.getincrementaldecoder("utf-8")(), 0
+
+    def __call__(self, block: bytes, last: bool = False) -> str:
+        try:
+            text = self.inner.decode(block, last)
+        except UnicodeDecodeError as error:
+            where = f"around byte {self.read + error.start:,}"
+            raise UserError(f"{self.unit.path} is not UTF-8 text {where}: convert it, or leave it out") from None
+        self.read += len(block)
+        return text
+
+
 def _text(unit: Unit, options: Options) -> Iterator[Piece]:
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder = _Decoder(unit)
     separator = options.separator
     rest = ""
     started = False  # whether a piece of the current document has gone out
     for block in _blocks(unit, _BLOCK):
-        rest += decoder.decode(block)
+        rest += decoder(block)
         *whole, rest = rest.split(separator)
         for text in whole:
             if started:
@@ -267,7 +283,7 @@ def _text(unit: Unit, options: Options) -> Iterator[Piece]:
             at = _cut(rest[: LONGEST - len(separator)])
             yield rest[:at], False
             rest, started = rest[at:], True
-    rest += decoder.decode(b"", True)
+    rest += decoder(b"", True)
     if started or rest.strip():
         yield from _long(rest)
 

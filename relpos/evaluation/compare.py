@@ -45,14 +45,16 @@ def load(files: list[str | Path], labels: list[str] | None = None) -> Comparison
             paths.append(file)
     comparison = Comparison()
     values: list[dict[str, Any]] = []
+    read: list[Path] = []
     for path in dict.fromkeys(paths):
         try:
             values.append(result.read_json(path))
+            read.append(path)
         except UserError as error:
             comparison.unread.append(str(error))
     if not values:
         raise UserError(comparison.unread[0] if comparison.unread else "name at least one result file")
-    names = _labels(values, labels)
+    names = _labels(values, read, labels)
     for name, value in zip(names, values, strict=True):
         (comparison.perplexity if value["format"] == result.PERPLEXITY else comparison.passkey).append((name, value))
     comparison.warnings = _warnings(comparison)
@@ -67,11 +69,16 @@ def _ours(path: Path) -> bool:
     return True
 
 
-def _labels(values: list[dict[str, Any]], labels: list[str] | None) -> list[str]:
-    """Given labels, else the encoding of our models where it tells them apart, else the model's name."""
+def _labels(values: list[dict[str, Any]], paths: list[Path], labels: list[str] | None) -> list[str]:
+    """Given labels, else the encoding of our models where it tells them apart, else the model's name; of results of one
+    model with its file. No two results of a kind have the same."""
     if labels:
         if len(labels) != len(values):
             raise UserError(f"{len(labels)} labels for {len(values)} result files")
+        pairs = [(label, value["format"]) for label, value in zip(labels, values, strict=True)]
+        for label, form in pairs:
+            if pairs.count((label, form)) > 1:
+                raise UserError(f"the label {label!r} is given twice: nobody could tell the columns apart")
         return labels
     names: list[str] = [""] * len(values)
     for form in {v["format"] for v in values}:
@@ -84,6 +91,10 @@ def _labels(values: list[dict[str, Any]], labels: list[str] | None) -> list[str]
         for i, name in zip(at, chosen, strict=True):
             double = chosen.count(name) > 1
             names[i] = f"{name} ({values[i]['model']['fingerprint'][7:13]})" if double else name
+        alike = [names[i] for i in at]
+        for i in at:
+            if alike.count(names[i]) > 1:
+                names[i] += f", {paths[i]}"
     return names
 
 
@@ -191,11 +202,16 @@ def reasons(comparison: Comparison) -> list[str]:
     return [f"{label} at {', '.join(map(str, sorted(at)))}: {why}" for (label, why), at in found.items()]
 
 
+def _cell(text: str) -> str:
+    """Text for a table, in which a bar would begin another cell."""
+    return text.replace("|", "\\|")
+
+
 def markdown(comparison: Comparison) -> str:
     """The whole comparison as a page."""
     lines: list[str] = []
     labels = [label for label, _ in comparison.perplexity]
-    escaped = [label.replace("|", "\\|") for label in labels]
+    escaped = [_cell(label) for label in labels]
     lines += [f"**Warning.** {warning}\n" for warning in comparison.warnings]
     for protocol in protocols(comparison):
         entry = next(v["protocols"][protocol] for _, v in comparison.perplexity if protocol in v["protocols"])
@@ -243,7 +259,7 @@ def _effective(comparison: Comparison) -> list[str]:
         "| model | helps up to | first that hurts | longest measured |",
         "|---|---|---|---|",
     ]
-    for label, e in found:
+    for label, e in ((_cell(label), e) for label, e in found):
         if e["length"] is None:
             lines.append(f"| {label} | - ({e['reason']}) | | |")
         else:
@@ -258,11 +274,11 @@ def _models(comparison: Comparison) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for label, v in comparison.perplexity:
-        m, d = v["model"], v["data"]
+        m, d, label = v["model"], v["data"], _cell(label)
         name = f"{d['source']} ({d['split']})" if d.get("split") else d["source"]
         lines.append(
-            f"| {label} | {m['name']} ({m['class']}) | {m['parameters']:,} | {m['train_length'] or 'not stated'} "
-            f"| {m['dtype']} | {name} | {d['tokens']:,} |"
+            f"| {label} | {_cell(m['name'])} ({m['class']}) | {m['parameters']:,} "
+            f"| {m['train_length'] or 'not stated'} | {m['dtype']} | {name} | {d['tokens']:,} |"
         )
     return [*lines, ""]
 
@@ -276,7 +292,7 @@ def _passkey(comparison: Comparison) -> list[str]:
     ):
         lines += [
             f"{title}:\n",
-            "| T | " + " | ".join(label for label, _ in comparison.passkey) + " |",
+            "| T | " + " | ".join(_cell(label) for label, _ in comparison.passkey) + " |",
             "|---|" + "---|" * len(comparison.passkey),
         ]
         for T in at:

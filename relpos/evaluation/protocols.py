@@ -64,6 +64,8 @@ class Settings:
                 )
         last = self.last or min(256, lengths[0])
         every = self.every
+        if every is not None and every < last and "last" in self.protocols:
+            raise UserError(f"every={every} is less than last={last}: tokens would count more than once")
         if every is None and text is not None:
             every = max(last, max(fitting(text, self)[0], default=lengths[-1]) // 4)
         return Settings(

@@ -56,22 +56,34 @@ def read_json(path: str | Path, formats: tuple[str, ...] = (PERPLEXITY, PASSKEY)
             "Read it with the relpos that wrote it, or a newer one"
         )
     lost = _lacking(value, _PARTS[value["format"]])
-    for name, protocol in (value["protocols"] if value["format"] == PERPLEXITY and not lost else {}).items():
-        lost = lost or _lacking({name: protocol}, {name: _PROTOCOL})
+    if value["format"] == PERPLEXITY and not lost:
+        if not isinstance(value["protocols"], dict):
+            raise UserError(f"{path} is no whole result: protocols should be an object")
+        for name, protocol in value["protocols"].items():
+            lost = lost or _lacking({name: protocol}, {name: _PROTOCOL})
     if lost:
         raise UserError(f"{path} is no whole result: {lost} is not there")
     return value
 
 
-_PROTOCOL: dict[str, Any] = {"statement": {}, "scored": {"fingerprint": {}}, "clusters": {"what": {}}, "results": []}
-_MODEL: dict[str, Any] = dict.fromkeys(("name", "encoding", "train_length", "dtype", "fingerprint"), {})
+# Of rows that are "ok", what else they must have.
+_PROTOCOL: dict[str, Any] = {
+    "statement": {},
+    "scored": {"fingerprint": {}, "tokens": {}},
+    "clusters": {"what": {}, "tokens": {}},
+    "results": ["perplexity", "ci95", "loss", "cluster_loss"],
+}
+_MODEL: dict[str, Any] = dict.fromkeys(
+    ("name", "class", "encoding", "parameters", "train_length", "dtype", "fingerprint"), {}
+)
 _PARTS: dict[str, dict[str, Any]] = {
     PERPLEXITY: {
         "model": _MODEL,
-        "data": {"source": {}, "fingerprint": {}},
+        "data": {"source": {}, "fingerprint": {}, "tokens": {}},
         "settings": {},
         "interval": {"method": {}},
         "protocols": {},
+        "effective_context": {"rule": {}, "length": {}},
     },
     PASSKEY: {"model": _MODEL, "settings": {}, "protocol": {"statement": {}}, "results": []},
 }
@@ -84,9 +96,12 @@ def _lacking(value: Any, parts: dict[str, Any], where: str = "") -> str:
         if not isinstance(value, dict) or name not in value:
             return f"{where}{name}"
         if isinstance(inner, list):
-            rows = value[name] if isinstance(value[name], list) else [None]
+            rows: list[Any] = value[name] if isinstance(value[name], list) else [None]
             if not all(isinstance(row, dict) and {"length", "status"} <= set(row) for row in rows):
                 return f"{where}{name}: rows with length and status"
+            for key in inner:
+                if any(row["status"] == "ok" and key not in row for row in rows):
+                    return f"{where}{name}: {key} of each row"
         elif inner:
             lost = _lacking(value[name], inner, f"{where}{name}.")
             if lost:

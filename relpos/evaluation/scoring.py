@@ -37,6 +37,8 @@ def pick_device(device: str = "auto", local_rank: int = 0) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError:
         raise UserError(f"there is no device {device!r}: use auto, cpu or cuda") from None
+    if chosen.type not in ("cpu", "cuda", "mps", "xpu"):
+        raise UserError(f"nothing can be computed on {device!r}: use auto, cpu or cuda")
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise UserError("PyTorch sees no GPU here: use --device cpu")
@@ -72,8 +74,9 @@ def load_model(path: str | Path, *, device: torch.device, dtype: torch.dtype, im
             hint = f"; its last checkpoint is {last[-1]}" if last else hint
             holds = ", ".join(inside) if inside else "nothing"
             raise UserError(f"{path} is no model: it has no config.json (it holds {holds}){hint}")
-    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        raise UserError(f"there is no folder {str(path)!r} with a model in it")
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or folder.parent.is_dir():  # else a name on the hub
+        beside = sorted(str(p.parent) for p in folder.parent.glob("*/config.json"))
+        raise UserError(f"there is no folder {str(path)!r} with a model in it.{nearest(str(path), beside)}".rstrip("."))
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, trust_remote_code=False)
     except UserError:

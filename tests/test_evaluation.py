@@ -655,6 +655,20 @@ def test_compare_warns_and_rejects(tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
+def test_tokenizers_are_compared_by_bits_per_byte():
+    one, two = (results.read_json(STORED / "kerple.json") for _ in range(2))
+    for value, bits in ((one, 1.5), (two, 2.5)):
+        value["data"] |= {"fingerprint": f"sha256:{bits}", "file_sha256": "the same"}
+        value["protocols"]["blocks"]["scored"]["fingerprint"] = f"sha256:{bits}"
+        value["protocols"]["blocks"]["results"][0]["bits_per_byte"] = bits
+    comparison = compare.Comparison([("one", one), ("two", two)])
+    said = compare._warnings(comparison)
+    assert len(said) == 1 and "different tokens" in said[0] and "bits per byte, in comparison.csv, can" in said[0]
+    lines = [line.split(",") for line in compare.csv_table(comparison).splitlines()]
+    at = lines[0].index("bits_per_byte")
+    assert [line[at] for line in lines[1:] if line[at]] == ["1.5", "2.5"]
+
+
 def test_no_two_columns_have_one_label(tmp_path, capsys):
     (tmp_path / "again").mkdir()
     shutil.copy(STORED / "kerple.json", tmp_path / "again")

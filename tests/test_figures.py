@@ -445,6 +445,14 @@ def test_an_encodings_file_as_the_base_of_another(tmp_path, monkeypatch, capsys)
         assert command(capsys, spec, "--length", "16", "--format", "png") == (0, "")
 
 
+def test_progress_within_a_source(tmp_path, monkeypatch):
+    told: list[tuple[float, str]] = []
+    monkeypatch.setattr(figures.Progress, "__call__", lambda self, part, name: told.append((part, name)))
+    monkeypatch.setattr(capture, "CELLS", 12 * 64 * 16)
+    figures.write(["kerple"], out=tmp_path, length=64, format="png", progress=True)
+    assert [part for part, _ in told] == [0, 0, 0.25, 0.5, 0.75, 1] and {name for _, name in told} == {"kerple"}
+
+
 def test_titles_fit_the_picture():
     held = capture.from_spec("alibi", length=16)
     held.title = "a long name of a model, " * 4

@@ -107,13 +107,14 @@ def _warnings(comparison: Comparison) -> list[str]:
         if len(same) == 1 and None not in same:
             found.append(
                 "The models cut the same text into different tokens: perplexities per token cannot be compared between "
-                "columns; bits per byte can."
+                "columns; bits per byte, in comparison.csv, can."
             )
         else:
             found.append("The columns were scored on different texts: they cannot be compared.")
+    one_text = not found
     for protocol in protocols(comparison):
         scored = {v["protocols"][protocol]["scored"]["fingerprint"] for _, v in values if protocol in v["protocols"]}
-        if len(scored) > 1:
+        if len(scored) > 1 and one_text:  # else that is reason enough
             found.append(
                 f"`{protocol}`: the columns count different tokens (other lengths or settings were asked for)."
             )
@@ -307,7 +308,7 @@ def _passkey(comparison: Comparison) -> list[str]:
 
 COLUMNS = (
     "label", "model", "encoding", "train_length", "protocol", "length", "status", "perplexity", "low", "high", "loss",
-    "loss_stderr", "tokens", "windows", "reason", "text", "text_fingerprint",
+    "loss_stderr", "bits_per_byte", "tokens", "windows", "reason", "text", "text_fingerprint",
 )  # fmt: skip
 
 
@@ -338,6 +339,7 @@ def csv_table(comparison: Comparison) -> str:
                             "perplexity",
                             "loss",
                             "loss_stderr",
+                            "bits_per_byte",
                             "tokens",
                             "windows",
                             "reason",

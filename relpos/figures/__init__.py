@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class Options:
     view: str = "maps"
     shared: bool = False  # one colour range for all heads
     formats: tuple[str, ...] = ("png", "pdf")
+    report: Callable[[float], None] | None = None  # is told which part of a source's rows is computed
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in captures.KINDS:
@@ -131,8 +132,13 @@ def _explained(held: Capture, options: Options, kind: str) -> str:
     return _EXPLAINED[kind].format(alone=alone, product=product)
 
 
-def _finite(rows: Iterable[tuple[int, Any]], held: Capture, kind: str) -> Iterable[tuple[int, Any]]:
+def _finite(
+    rows: Iterable[tuple[int, Any]], held: Capture, options: Options, kind: str
+) -> Iterable[tuple[int, Any]]:
+    """The rows, each looked at, with word of how far they are."""
     for start, cells in rows:
+        if options.report is not None:
+            options.report(start / cells.shape[-1])
         if not bool((cells < math.inf).all()):  # nor is NaN
             raise UserError(
                 f"the {kind} of {held.name} hold NaN or infinity, which no picture can show: the training has "
@@ -149,7 +155,7 @@ def collect(held: Capture, options: Options, kind: str | None = None, pixels: in
     heads = parse_heads(options.heads, held.heads_of(options.layer))
     block = max(1, -(-length // pixels))
     step = max(block, captures.CELLS // (len(heads) * length) // block * block)
-    rows = _finite(held.rows(kind, options.layer, heads, length, step), held, kind)
+    rows = _finite(held.rows(kind, options.layer, heads, length, step), held, options, kind)
     made = _maps.collect(rows, heads, length, kind, pixels)
     made.title = _title(held, options, kind)
     colours = ", logarithmic colours down to 1e-6" if kind == "weights" else ""
@@ -185,7 +191,7 @@ def _draw_maps(held: Capture, options: Options) -> Drawn:
 def _rows(held: Capture, options: Options, kind: str) -> tuple[list[int], int, Any]:
     length = _length(held, options)
     heads = parse_heads(options.heads, held.heads_of(options.layer))
-    return heads, length, _finite(held.rows(kind, options.layer, heads, length), held, kind)
+    return heads, length, _finite(held.rows(kind, options.layer, heads, length), held, options, kind)
 
 
 def _draw_profile(held: Capture, options: Options) -> Drawn:
@@ -352,17 +358,23 @@ def write(
     used: set[str] = set()
     chosen = list(sources or shipped())
     names = [Path(what).name.removesuffix(".safetensors") if isinstance(what, (str, Path)) else "" for what in chosen]
-    coming = [*names, "contact sheet"]
+    coming = [*names, *(["contact sheet"] if len(names) > 1 else [])]
     with Progress("drawing", progress) as bar:
-        bar(0.0, coming[0])
-        for number, one in enumerate(_draw(chosen, options), 1):
+
+        def report(part: float) -> None:
+            number = len(drawn)
+            bar((number + part) / len(coming), coming[min(number, len(coming) - 1)])
+
+        options = replace(options, report=report)
+        report(0.0)
+        for one in _draw(chosen, options):
             own = itertools.chain([one.name], (f"{one.name}-{n}" for n in itertools.count(2)))
             one.name = next(name for name in own if name not in used)  # of one name, none overwrites another
             used.add(one.name)
             written += _write_one(one, folder, options)
             one.fig.clear()  # a dozen large pictures need not stay in memory
             drawn.append(one)
-            bar(number / len(coming), coming[number])
+            report(0.0)
         if len(drawn) > 1 and all(one.maps is not None for one in drawn):
             written = save(_sheet_of(drawn), folder, "contact-sheet", options.formats) + written
     return written

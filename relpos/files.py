@@ -31,15 +31,23 @@ def write_text(path: Path, text: str) -> Path:
     return whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, no UTF-8
+        raise UserError(f"{str(path)!r} is not valid JSON ({error}): it was cut off or edited") from None
+
+
+def settings_in(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{str(path)!r} holds no settings, but {type(found).__name__}")
+    return found
+
+
 def settings_of(folder: Path) -> dict[str, Any]:
     """What `config.json` of a model that save_pretrained wrote says."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{str(folder)!r} holds no config.json: it is no model that save_pretrained wrote")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, no UTF-8
-        raise UserError(f"{str(path)!r} is not valid JSON ({error}): it was cut off or edited") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{str(path)!r} holds no settings of a model, but {type(found).__name__}")
-    return found
+    return settings_in(path)

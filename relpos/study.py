@@ -55,6 +55,7 @@ from relpos.evaluation import Settings as Protocol
 from relpos.evaluation import Text, evaluate, open_text
 from relpos.evaluation.passkey import Grid, passkey
 from relpos.evaluation.scoring import weights_fingerprint
+from relpos.files import read_json
 from relpos.training import Settings, Trained, presets, record, train_in_memory
 from relpos.training.trainer import write_atomically
 
@@ -263,18 +264,11 @@ def asked(study: Study, job: Job, data: TokenData) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, no UTF-8
-        raise UserError(f"{path} is not valid JSON ({error}): mend or delete it") from None
-
-
 def load(folder: str | Path) -> list[dict[str, Any]]:
     """The results of a study, in the order of their names."""
     found = []
     for path in sorted(Path(folder).glob("*.json")):
-        value = _read(path)
+        value = read_json(path)
         if isinstance(value, dict) and value.get("format") == FORMAT:
             if value["format_version"] > VERSION:
                 raise UserError(f"{path} has format version {value['format_version']}; this relpos reads {VERSION}")
@@ -803,7 +797,7 @@ def check(study: Study, jobs: list[Job]) -> list[Job]:
         if not path.is_file():
             missing.append(job)
             continue
-        known = _read(path)
+        known = read_json(path)
         now = {**common, "encoding": job.spec, "recipe": recipe(study, job)}
         if not isinstance(known, dict) or known.get("asked") != now:
             raise UserError(f"{path} was made with another recipe, text or test: choose another --out, or delete it")

@@ -344,7 +344,7 @@ def test_mistakes_in_sources(tmp_path, monkeypatch):
             (folder / "tokenizer.json").unlink()
             (folder / "merges.txt").write_text("")
         (folder / name).write_text(content)
-        fails(f"{name} (is not valid JSON|should hold an object)", file("a.txt", b"text"), str(folder))
+        fails(f"{name}' (is not valid JSON|holds no settings)", file("a.txt", b"text"), str(folder))
     monkeypatch.setitem(sys.modules, "datasets", None)
     fails(r"pip install 'relpos\[data\]'", "HuggingFaceFW/fineweb-edu")
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -131,7 +131,7 @@ def test_other_json_in_the_folder_of_a_study(tmp_path):
     (tmp_path / "notes.json").write_text("[1, 2]")
     assert study.load(tmp_path) == []
     (tmp_path / "cut.json").write_text("{cut")
-    with pytest.raises(UserError, match="cut.json is not valid JSON"):
+    with pytest.raises(UserError, match="cut.json' is not valid JSON"):
         study.load(tmp_path)
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from relpos.errors import UserError
+from relpos.files import settings_in
 
 EOT = "<|endoftext|>"
 PAD = "<|padding|>"
@@ -346,18 +347,8 @@ def _folder(folder: Path, file: Path | None = None) -> Tokenizer:
     return _through_transformers(folder)
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, no UTF-8
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} should hold an object, not {type(found).__name__}")
-    return found
-
-
 def _vocab_and_merges(vocab_file: Path, merges_file: Path) -> Tokenizer:
-    vocab = _settings(vocab_file)
+    vocab = settings_in(vocab_file)
     lines = merges_file.read_text(encoding="utf-8").split("\n")
     pairs = [line.partition(" ") for line in lines if line and not line.startswith("#version")]
     merges = [(first, second) for first, _, second in pairs]
@@ -393,7 +384,7 @@ def _end_of_text(folder: Path, backend: Any) -> int | None:
     names: list[str] = []
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / file).is_file():
-            config = _settings(folder / file)
+            config = settings_in(folder / file)
             for key in ("eos_token", "sep_token"):
                 token = config.get(key)
                 names.append(token.get("content", "") if isinstance(token, dict) else token or "")

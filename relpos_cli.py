@@ -664,8 +664,9 @@ def explore(
 
     if export is not None:
         from relpos.explorer.export import page
-        from relpos.files import write_text
+        from relpos.files import check_place, write_text
 
+        check_place(export)
         print(write_text(export, page(Library(sources or [], length=length), layers=layers, progress=True)))
         return
     serve(sources or [], length=length, host=host, port=port, browser=browser)

@@ -27,6 +27,13 @@ def whole(path: Path, put: Callable[[Path], Any]) -> Path:
     return path
 
 
+def check_place(path: Path) -> None:
+    """UserError where a file in place of a folder keeps `path` from being written: known before the work is done."""
+    there = next((parent for parent in path.parents if parent.exists()), None)
+    if there is not None and not there.is_dir():
+        raise UserError(f"cannot write {str(path)!r}: {str(there)!r} is no folder")
+
+
 def write_text(path: Path, text: str) -> Path:
     return whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 

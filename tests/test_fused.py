@@ -101,8 +101,9 @@ def compare(spec: str, dtype: torch.dtype, **options) -> None:
         size = truth.norm().item()
         error, allowed = ((x[name].double() - truth).norm().item() for x in (ours, eager))
         # Sums over all tokens that nearly cancel: in float32 the order of the terms alone moves them by this much.
-        floor = 1e-5 * size if dtype == torch.float32 else 1e-6 * size
-        assert error <= 2 * allowed + floor + 1e-7, f"{name}: off by {error:.3g}, eager by {allowed:.3g}, of {size:.3g}"
+        # Those that cancel whole, with one token, leave the rounding of their terms, which depends on the CPU.
+        floor = (1e-5 * size if dtype == torch.float32 else 1e-6 * size) + (1e-7 if size else 1e-6)
+        assert error <= 2 * allowed + floor, f"{name}: off by {error:.3g}, eager by {allowed:.3g}, of {size:.3g}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -286,6 +287,13 @@ def test_a_profile_in_any_unit():
 def test_blocks_for_long_texts(monkeypatch):
     monkeypatch.setattr(fused, "_LONG", {key: (1, blocks) for key, (_, blocks) in fused._LONG.items()})
     compare("fire:width=8,length=150", HALF, T=256, B=1, heads=2, key_heads=1)
+
+
+@pytest.mark.parametrize("spec", ["none", "alibi", "fox", "cable", "kerple", "t5", "inkling:rank=3,length=50"])
+def test_blocks_of_64(spec, monkeypatch):
+    """For so many queries backward_q leaves backward_k no more than it needs."""
+    monkeypatch.setattr(fused, "_blocks", lambda *_: (64, 64, 4, 1, 0))
+    compare(spec, HALF, T=150, B=1, heads=2, key_heads=1)
 
 
 @pytest.mark.parametrize("spec", ["cable", "kerple", "t5"])

@@ -228,7 +228,7 @@ class _Call:
         elif kind == BANK:
             strides[:3] = a.stride()[:3]
             size = c.shape[1]
-            more |= {"RP": c.shape[0], "HAS_FAR": True, "RAW": True}
+            more |= {"RP": c.shape[0], "HAS_FAR": self.Tk > b.shape[1], "RAW": True}
         if rows != ALL:
             strides[3] = int(first.numel() > 1)
         self.reach = b.shape[1] if kind == BANK else size - origin - (kind == DISTANCE)
@@ -241,6 +241,11 @@ class _Call:
             DP=max(16, _power(self.D)), META=meta is not None, DOCS=docs is not None, WINDOW=window,
             EVEN=meta is None and self.Tq % 128 == 0 and self.Tk % 128 == 0, **more,
         )  # fmt: skip
+        # What backward_k reads of a query beside level and delta: gate, S_i or rho. FIRST queries lie among the REST.
+        more_of_query = kind == LOG or rows == FIRST or (kind == PROFILE and not more["ONE"])
+        more_of_query |= kind == POTENTIAL and (more["GATED"] or not self.flags["CANCEL"])
+        few = self.blocks("backward_k")[0] < 64  # queries: too few for the threads of a program to share narrow rows
+        self.flags["WIDE"] = 4 if more_of_query or few else 2
 
     def blocks(self, kernel: str) -> Blocks:
         blocks = _blocks(kernel, self.q, KNOTTED if self.flags.get("KNOTS") else self.kind)
@@ -329,7 +334,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     knots = kind == PROFILE and c.numel() > 0
     by_query = maybe(kind == LOG or knots or (kind == POTENTIAL and not causal), *lse.shape)
     by_gate = maybe(gated, *lse.shape)
-    rows = lse.new_empty(*lse.shape, 4)
+    rows = lse.new_empty(*lse.shape, call.flags["WIDE"])
     at_keys = kind not in (DISTANCE, BANK) and not knots
     by_key = maybe(at_keys, call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE and not knots, call.B, call.H, call.Tk)

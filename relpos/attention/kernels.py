@@ -87,6 +87,7 @@ class Flags(NamedTuple):
     BM: int = 0  # queries and keys of a tile, and a power of two that holds its distances
     BN: int = 0
     SPAN: int = 0
+    WIDE: int = 2  # how many numbers backward_q leaves of a query for backward_k: 2 or 4
     QM: int = 0  # in backward_k: the block of queries of backward_q
     ROWS: int = 0  # ALL, FIRST or REST
 
@@ -239,9 +240,9 @@ def _psi(d, rate, F: tl.constexpr):
     if F.POWER:
         return tl.where(d == 0.0, 0.0, tl.exp2(rate * tl.log2(tl.maximum(d, 1.0))))
     x = rate * d
-    log = tl.log2(x + 1.0) * LN2
+    log = _log2(x + 1.0, F.EXACT or F.KNOTS == 0) * LN2
     if F.EXACT or F.KNOTS > 0:  # rho divides by as small a number
-        log = tl.where(x < 0.02, x * (1.0 - x * (0.5 - x * (1 / 3 - x * 0.25))), log)
+        log = tl.where(x < 0.06, x * (1.0 - x * (0.5 - x * (1 / 3 - x * 0.25))), log)
     return log
 
 
@@ -377,7 +378,7 @@ def _bends_of(Bends, b, h, H, blocks, t, F: tl.constexpr):
 
 
 @triton.jit
-def _knots_in(base, q, ZERO: tl.constexpr, F: tl.constexpr):
+def _knots_in(base, near, far, ZERO: tl.constexpr, F: tl.constexpr):
     """How many knots lie below a tile, and in the higher BITS how many inside. ZERO: it may hold the distance 0, which
     is then left out: there can be many knots between 0 and 1."""
     least = base - (F.BN - 1)
@@ -389,7 +390,7 @@ def _knots_in(base, q, ZERO: tl.constexpr, F: tl.constexpr):
         most = tl.maximum(a, b)
     least = tl.maximum(least, 1 if ZERO else 0).to(tl.float32)
     most = tl.maximum(most, 1 if ZERO else 0).to(tl.float32)
-    return tl.sum(tl.where(q.near < least, 1, tl.where(q.far < most, MANY, 0)), 0)
+    return tl.sum(tl.where(near < least, 1, tl.where(far < most, MANY, 0)), 0)
 
 
 @triton.jit
@@ -593,16 +594,20 @@ def _vector(P, at, size, other, MASKED: tl.constexpr):
 
 @triton.jit
 def _rows(P, a, size, F: tl.constexpr):
-    """What backward_q left of the queries a: level, delta, gate and S_i or rho, [1, BM] each. As one load it is spread
-    over the threads; four would be repeated by every warp."""
-    at = a[:, None] * 4 + tl.arange(0, 4)[None, :]
+    """What backward_q left of the queries a: level, delta and, of four, gate and S_i or rho, [1, BM] each. As one
+    load it is spread over the threads; several would be repeated by every warp."""
+    at = a[:, None] * F.WIDE + tl.arange(0, F.WIDE)[None, :]
     if F.EVEN:
         x = tl.load(P + at)
     else:
         x = tl.load(P + at, mask=a[:, None] < size, other=0.0)
-    x, y = tl.split(tl.reshape(x, (F.BM, 2, 2)))
-    level, gate = tl.split(x)
-    delta, s = tl.split(y)
+    if F.WIDE == 2:
+        level, delta = tl.split(x)
+        gate, s = level, delta  # not used
+    else:
+        x, y = tl.split(tl.reshape(x, (F.BM, 2, 2)))
+        level, gate = tl.split(x)
+        delta, s = tl.split(y)
     if not F.EVEN:
         level = tl.where(a < size, level, float("inf"))
     return level[None, :], delta[None, :], gate[None, :], s[None, :]
@@ -682,11 +687,16 @@ def _forward_tiles(
     n = tl.arange(0, F.BN)
     a = tl.arange(0, F.BM)[:, None]
     fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
+    # 64-bit arithmetic on a tile's base alone: offsets inside it are small, and registers are dear.
+    K += tl.cast(begin, tl.int64) * k_t
+    V += tl.cast(begin, tl.int64) * v_t
+    k_step = tl.cast(F.BN, tl.int64) * k_t
+    v_step = tl.cast(F.BN, tl.int64) * v_t
     for n0 in range(begin, end, F.BN):
-        # 64-bit arithmetic on a tile's base alone: offsets inside it are small, and registers are dear.
         j = n0 + n
         ok = j < klen
-        k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
+        k = _features(K, n, k_t, ok, MASKED and not F.EVEN, F)
+        K += k_step
         s = _scores(q, k, mcol - n0, info.mix, c2, t, False, MODE, F)
         fj = n.to(tl.float32)[None, :] + tl.cast(n0 - mcol, tl.float32)
         sj = fj
@@ -696,7 +706,7 @@ def _forward_tiles(
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
         count = 0
         if F.KNOTS > 0:
-            count = _knots_in(mcol - n0, info, ZERO, F)
+            count = _knots_in(mcol - n0, info.near, info.far, ZERO, F)
         s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, False, MODE, F)
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
@@ -716,7 +726,8 @@ def _forward_tiles(
             fade = tl.exp2(m - base)
         l = l * fade[:, None] + tl.sum(tl.reshape(w, (F.BM, F.BN // 8, 8)), 1)
         m = top
-        v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
+        v = _features(V, n, v_t, ok, MASKED and not F.EVEN, F)
+        V += v_step
         if F.SURE and not F.EXACT:
             high = _coarse(w, v)
             acc = tl.dot((w - high).to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
@@ -786,11 +797,23 @@ def _backward_q_tiles(
     n = tl.arange(0, F.BN)
     a = tl.arange(0, F.BM)[:, None]
     fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
+    # A bank without FAR tiles leaves registers for dq's product to run beside what comes next, if the sums of rows,
+    # which a bank can do without, are left out.
+    LEAN: tl.constexpr = F.KIND == BANK and F.GRAD and not F.HAS_FAR
+    WALK: tl.constexpr = F.KIND == NONE or F.KNOTS > 0  # others have no registers left for it
+    if WALK:
+        K += tl.cast(begin, tl.int64) * k_t
+        V += tl.cast(begin, tl.int64) * v_t
+        k_step = tl.cast(F.BN, tl.int64) * k_t
+        v_step = tl.cast(F.BN, tl.int64) * v_t
     for n0 in range(begin, end, F.BN):
         j = n0 + n
         ok = j < klen
-        k = _features(K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
-        v = _features(V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
+        k = _features(K if WALK else K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
+        v = _features(V if WALK else V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
+        if WALK:
+            K += k_step
+            V += v_step
         s = _scores(q, k, mcol - n0, info.mix, c2, t, False, MODE, F)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         fj = n.to(tl.float32)[None, :] + tl.cast(n0 - mcol, tl.float32)
@@ -801,7 +824,7 @@ def _backward_q_tiles(
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
         count = 0
         if F.KNOTS > 0:
-            count = _knots_in(mcol - n0, info, ZERO, F)
+            count = _knots_in(mcol - n0, info.near, info.far, ZERO, F)
         s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, False, MODE, F)
         level = lse - far * c2 if F.KNOTS > 0 else lse
         w = tl.exp2(s * c2 - level[:, None]) if F.RAW else tl.exp2(s - level[:, None])
@@ -811,7 +834,7 @@ def _backward_q_tiles(
         ds = w * (dp - delta[:, None])
         if F.GRAD:
             row, query, of_query, gate, of_gate, mix, held, by_psi, by_away = sums
-            if not F.SURE:
+            if not F.SURE and not LEAN:
                 row += _fold(ds, F.BM, F.BN)
             if F.KIND == POTENTIAL:
                 gap = (info.ref - sj) if F.CANCEL else (info.s - sj)
@@ -851,6 +874,8 @@ def _backward_q_tiles(
                     pieces = _over_knots(pieces, x, psi, away, below, inside, info.rho, head, t, F)
             if F.KIND == BANK and MODE != FAR:
                 part = ds.to(k.dtype)
+                if LEAN:
+                    dq = tl.dot(part, k, dq, input_precision="ieee")
                 x = _from_base(held, part, F)
                 held = part
                 # Adds nothing, but lays x out as the next product needs it: else it would go through memory once more.
@@ -859,7 +884,8 @@ def _backward_q_tiles(
                 mix = tl.dot(x, tl.trans(columns), mix, input_precision="ieee")
                 _add_to_bank(ByBank, mcol - n0, x, info.mix, most, F)
             sums = Sums(row, query, of_query, gate, of_gate, mix, held, by_psi, by_away)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        if not LEAN:
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq, sums, pieces
 
 
@@ -991,14 +1017,14 @@ def _own_queries(
         fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
         lse += tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, c2, F), 1)
     # Early: what is not needed in the loops should not live through them.
-    tl.store(Rows + row * 4, lse, mask=r < Tq)
+    tl.store(Rows + row * F.WIDE, lse, mask=r < Tq)
     if F.GATED:
-        tl.store((Rows + row * 4 + 2)[:, None], info.gate, mask=r[:, None] < Tq)
-    if F.KIND == LOG or F.KIND == POTENTIAL or (F.KIND == PROFILE and not F.ONE):
-        tl.store((Rows + row * 4 + 3)[:, None], info.rho if F.KIND == PROFILE else info.s, mask=r[:, None] < Tq)
+        tl.store((Rows + row * F.WIDE + 2)[:, None], info.gate, mask=r[:, None] < Tq)
+    if F.WIDE > 2 and (F.KIND == LOG or F.KIND == POTENTIAL or (F.KIND == PROFILE and not F.ONE)):
+        tl.store((Rows + row * F.WIDE + 3)[:, None], info.rho if F.KIND == PROFILE else info.s, mask=r[:, None] < Tq)
 
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
-    dq = _blank(F.BM, F.DP, Tk)
+    dq = _blank(F.BM, F.DP, Tk + m0 if F.KIND == BANK and not F.HAS_FAR else Tk)
     zero = _zeros(F.BM, 4)
     held = 0.0
     if F.KIND == BANK:
@@ -1027,7 +1053,7 @@ def _own_queries(
     rowsum = tl.sum(zero if F.SURE else sums.row, 1)
     delta += rowsum
     tl.store(Delta + row, delta, mask=r < Tq)
-    tl.store(Rows + row * 4 + 1, delta, mask=r < Tq)
+    tl.store(Rows + row * F.WIDE + 1, delta, mask=r < Tq)
     if F.GRAD:
         if F.KIND == LOG or (F.KIND == POTENTIAL and not F.CAUSAL):
             tl.store(ByQuery + row, tl.sum(sums.query, 1) - rowsum * tl.sum(sums.of_query, 1), mask=r < Tq)
@@ -1058,8 +1084,8 @@ def backward_q(
     TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b,
     do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, B, F: tl.constexpr,
 ):  # fmt: skip
-    """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, 4], where with CANCEL the level is
-    relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
+    """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, WIDE], where with CANCEL the level
+    is relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
     potentials and of rho, or [B, Tq, H, RP] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots: `PieceSums`
     [B, H, blocks, 2, PP], sums of dS * u and of dS over the tiles that begin on each piece, then over what lies above
     each knot, and at the very end of the first the gradient of the rate; and for backward_k `Bends`
@@ -1103,12 +1129,10 @@ def backward_q(
 
 
 @triton.jit
-def _next_knots(Bends, m0, Tq, offset, ZERO: tl.constexpr, F: tl.constexpr):
-    """`_knots_in` of the tile at query m0, which backward_k asks for one tile ahead: what a tile reads would
-    else wait for two loads, one for the other."""
+def _bends_at(Bends, m0, Tq, F: tl.constexpr):
+    """`_bends` of the block that has query m0, as backward_q left them."""
     at = Bends + tl.minimum(m0, Tq - 1) // F.QM * (2 * F.KP) + tl.arange(0, F.KP)
-    q = Query(0, 0, 0, 0, tl.load(at), tl.load(at + F.KP), 0, 0, 0)
-    return _knots_in(offset + m0, q, ZERO, F)
+    return tl.load(at), tl.load(at + F.KP)
 
 
 @triton.jit
@@ -1120,13 +1144,29 @@ def _backward_k_tiles(
     a = tl.arange(0, F.BM)
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
     count = 0
+    near = 0.0
+    far = 0.0
     if F.KNOTS > 0:
-        count = _next_knots(Bends, begin, Tq, q_off - n0, ZERO, F)
+        near, far = _bends_at(Bends, begin, Tq, F)
+        count = _knots_in(q_off - n0 + begin, near, far, ZERO, F)
+        near, far = _bends_at(Bends, begin + F.BM, Tq, F)
+    WALK: tl.constexpr = not F.GATED  # gates leave no registers for it
+    Rows += tl.cast(begin, tl.int64) * F.WIDE
+    if WALK:
+        Q += tl.cast(begin, tl.int64) * q_t
+        DO += tl.cast(begin, tl.int64) * do_t
+        q_step = tl.cast(F.BM, tl.int64) * q_t
+        do_step = tl.cast(F.BM, tl.int64) * do_t
     for m0 in range(begin, end, F.BM):
         mcol = q_off + m0
-        q = _features(Q + tl.cast(m0, tl.int64) * q_t, a, q_t, a < Tq - m0, not F.EVEN, F)
-        do = _features(DO + tl.cast(m0, tl.int64) * do_t, a, do_t, a < Tq - m0, not F.EVEN, F)
-        lse, delta, gi, si = _rows(Rows + tl.cast(m0, tl.int64) * 4, a, Tq - m0, F)
+        m = tl.cast(m0, tl.int64)
+        q = _features(Q if WALK else Q + m * q_t, a, q_t, a < Tq - m0, not F.EVEN, F)
+        do = _features(DO if WALK else DO + m * do_t, a, do_t, a < Tq - m0, not F.EVEN, F)
+        lse, delta, gi, si = _rows(Rows, a, Tq - m0, F)
+        Rows += F.BM * F.WIDE
+        if WALK:
+            Q += q_step
+            DO += do_step
         mix = 0.0
         if F.KIND == BANK:
             mix = _mix(t, b, head.h, m0, a, Tq, F)
@@ -1136,7 +1176,9 @@ def _backward_k_tiles(
         s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, True, MODE, F)
         if F.KNOTS > 0:
             lse -= offset * c2
-            count = _next_knots(Bends, m0 + F.BM, Tq, q_off - n0, ZERO, F)
+            # Of the next tile, from what was loaded in the last one: nobody waits for a load.
+            count = _knots_in(q_off - n0 + m0 + F.BM, near, far, ZERO, F)
+            near, far = _bends_at(Bends, m0 + 2 * F.BM, Tq, F)
         if F.CANCEL and F.KIND == SLOPE:
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
         if F.CANCEL and F.KIND == POTENTIAL:
@@ -1237,7 +1279,7 @@ def backward_k(
         row = (b * H + h) * Tq
         key_sum = _zeros(F.BN, 4)
         rate_sum = _zeros(F.BN, 4)
-        Rows_h = Rows + row * 4
+        Rows_h = Rows + row * F.WIDE
         Bends_h = Bends
         if F.KNOTS > 0:
             Bends_h = _bends_of(Bends, b, h, H, tl.cdiv(Tq, F.QM), t, F)

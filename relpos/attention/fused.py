@@ -279,28 +279,34 @@ class _Call:
 A, B_, C, D, E = (1 << n for n in range(5))
 
 
-def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, *how) -> list[_Call]:
-    """What to launch: one call; or, for a causal profile with knots, one for the first queries, which have one rho and
-    to which it is a table by distance, and one for the others."""
+def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, *how) -> tuple[_Call, _Call | None]:
+    """What to launch; and of a causal profile with knots what it is to the first queries, which have one rho: a table
+    by distance."""
     how = (meta, docs, kind, origin, causal, window, *how)
     if kind != PROFILE or not c.numel() or not causal or docs is not None or window:
-        return [_Call(ALL, q, k, a, b, c, d, e, None, *how)]
-    first = b.new_empty(b.shape[0], dtype=torch.int32)
-    rest = _Call(REST, q, k, a, b, c, d, e, first, *how)
-    table = d.new_empty(rest.H, rest.Tk)
-    blocks = max(-(-rest.Tk // rest.blocks("profile_table")[0]), b.shape[0])
-    rest.launch("profile_table", (blocks, rest.H), [table], [], [b.shape[0]])
+        return _Call(ALL, q, k, a, b, c, d, e, None, *how), None
+    count = b.new_empty(b.shape[0], dtype=torch.int32)
+    call = _Call(REST, q, k, a, b, c, d, e, count, *how)
+    table = d.new_empty(call.H, call.Tk)
+    blocks = max(-(-call.Tk // call.blocks("profile_table")[0]), b.shape[0])
+    call.launch("profile_table", (blocks, call.H), [table], [], [b.shape[0]])
     how = (meta, docs, DISTANCE, 0, *how[4:])
-    return [_Call(FIRST, q, k, table, None, None, None, None, first, *how), rest]
+    return call, _Call(FIRST, q, k, table, None, None, None, None, count, *how)
+
+
+def _beside(call: _Call, first: _Call | None, kernel: str, **flags: int) -> tuple[Tensor, Any]:
+    """The table and the flags for the first queries in a launch of the kernel."""
+    return (call.q, None) if first is None else (first.term[2], first.flagged(call.blocks(kernel), **flags))
 
 
 def _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
     out, lse, low = _results(q, sure)
     if not q.numel():
         return out, lse, low
-    for call in _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
-        grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
-        call.launch("forward", grid, [q, k, v, out, lse, low], [q, k, v, out], [call.reach])
+    call, first = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+    table, flags = _beside(call, first, "forward")
+    grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
+    call.launch("forward", grid, [q, k, v, out, lse, low, table], [q, k, v, out], [call.reach, flags])
     return out, lse, low
 
 
@@ -316,8 +322,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     if not q.numel():
         given = [torch.zeros_like(x) if wants >> n & 1 else lse.new_empty(0) for n, x in enumerate((a, b, c, d, e))]
         return (dq, dk.zero_(), dv.zero_(), *given)
-    calls = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
-    call = calls[-1]
+    call, first = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     kind = call.kind
     if do.stride(-1) != 1:
         do = do.contiguous()
@@ -339,7 +344,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     by_key = maybe(at_keys, call.B, call.H, call.Tk)
     by_rate = maybe(kind == PROFILE and not knots, call.B, call.H, call.Tk)
     QM, of_keys = call.blocks("backward_q")[0], call.blocks("backward_k")
-    assert QM % of_keys[0] == 0 and all(part.blocks("backward_q")[0] == QM for part in calls)
+    assert QM % of_keys[0] == 0
     blocks = -(-call.Tq // QM)
     bends = lse.new_empty(call.B, a.numel(), blocks, 2, call.flags["KP"]) if knots else delta
     pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
@@ -350,19 +355,17 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
         grid = (min(shares, grid[0] * grid[1]), 1)
         by_bank = lse.new_empty(grid[0], *shape)
-    for part in calls:
-        part.launch(
-            "backward_q", grid,
-            [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends],
-            [q, k, v, out, do, dq], [scale, part.reach, call.B], GRAD=grad,
-        )  # fmt: skip
-    table, others = delta, None
-    if len(calls) > 1:  # the first queries of a profile come in the same launch
-        table, others = calls[0].term[2], calls[0].flagged(of_keys, QM=QM)
+    table, flags = _beside(call, first, "backward_q", GRAD=grad)
+    call.launch(
+        "backward_q", grid,
+        [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends, table],
+        [q, k, v, out, do, dq], [scale, call.reach, call.B, flags], GRAD=grad,
+    )  # fmt: skip
+    table, flags = _beside(call, first, "backward_k", QM=QM)
     call.launch(
         "backward_k", (-(-call.Tk // of_keys[1]), call.B * k.shape[1]),
         [q, k, v, do, rows, dk, dv, by_key, by_rate, bends, table], [q, k, v, do, dk, dv],
-        [scale, call.reach, others], GRAD=grad and at_keys, QM=QM,
+        [scale, call.reach, flags], GRAD=grad and at_keys, QM=QM,
     )  # fmt: skip
 
     grads: dict[int, Tensor] = {}
@@ -384,8 +387,8 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     elif kind == PROFILE and wants:
         if knots:
             diagonals, n, count, shares = delta, 1, 0, 0
-            if len(calls) > 1:
-                diagonals, _ = _diagonal_sums(calls[0], inputs, call.Tk - 1)
+            if first is not None:
+                diagonals, _ = _diagonal_sums(first, inputs, call.Tk - 1)
                 shares, _, count, n = diagonals.shape
             one = b.shape[0] == 1
             grads[A], grads[D], grads[E] = torch.empty_like(a), torch.empty_like(d), torch.empty_like(e)

@@ -21,8 +21,8 @@ and k, as the bias is a product like theirs, with zeros around them. The bank is
 float16, whose range may be too small for that.
 
 A profile with knots and one rho for the FIRST queries of an entry (all, or a multiple of every block) is a table by
-distance to them: one launch takes these queries as DISTANCE, another the REST as PROFILE, where most tiles lie on one
-piece. Programs with no such queries end at once.
+distance to them: kernels take these queries as DISTANCE, with flags of their own, and the REST as PROFILE, where most
+tiles lie on one piece.
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
@@ -337,6 +337,12 @@ def _first_rows(t, b, Tq):
     """How many queries of a batch entry come FIRST: all, or a multiple of every block."""
     alike = tl.load(t.first + b * t.first_b)
     return tl.where(alike == Tq, Tq, alike // BLOCK * BLOCK)
+
+
+@triton.jit
+def _as_table(t, Table, Tk):
+    """The term of FIRST queries: `Table` [H, Tk]."""
+    return Term(Table, t.b, t.c, t.d, t.e, t.first, t.q_b, t.k_b, t.g_b, t.first_b, Tk, 0)
 
 
 @triton.jit
@@ -738,19 +744,11 @@ def _forward_tiles(
 
 
 @triton.jit
-def forward(
-    Q, K, V, O, Lse, Low, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, F: tl.constexpr,
+def _own_output(
+    b, h, m0, Q, K, V, O, Lse, Low, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP,
+    Tq, Tk, q_off, c2, reach, F: tl.constexpr,
 ):  # fmt: skip
-    """The output; the log-sum-exp; and if SURE what rounding took from the output, laid out as it is."""
-    # Long rows first: the last blocks of a causal matrix have the most to do.
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
-    b = (tl.program_id(1) // H).to(tl.int64)
-    h = (tl.program_id(1) % H).to(tl.int64)
-    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
-    if F.ROWS != ALL:
-        if (m0 < _first_rows(t, b, Tq)) != (F.ROWS == FIRST):
-            return
+    """All that forward does for one block of queries."""
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     mcol = q_off + m0
     r = m0 + tl.arange(0, F.BM)
@@ -763,7 +761,7 @@ def forward(
     m = _nothing(F.BM)
     K += b * k_b + (h // GROUP) * k_h
     V += b * v_b + (h // GROUP) * v_h
-    SK = TB + b * t_k + h * Tk
+    SK = t.b + b * t.k_b + h * Tk
     if F.HAS_FAR and F.CAUSAL:
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
                                    False, FAR, F)  # fmt: skip
@@ -786,6 +784,30 @@ def forward(
     if F.SURE and not F.EXACT:
         _put(Low + b * o_b + h * o_h, r, o_t, r < Tq, acc - acc.to(Low.dtype.element_ty).to(tl.float32), F)
     tl.store(Lse + (b * H + h) * Tq + r, lse, mask=r < Tq)
+
+
+@triton.jit
+def forward(
+    Q, K, V, O, Lse, Low, Table, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, G: tl.constexpr,
+    F: tl.constexpr,
+):  # fmt: skip
+    """The output; the log-sum-exp; and if SURE what rounding took from the output, laid out as it is. `Table` and the
+    flags G are those of FIRST queries."""
+    # Long rows first: the last blocks of a causal matrix have the most to do.
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
+    b = (tl.program_id(1) // H).to(tl.int64)
+    h = (tl.program_id(1) % H).to(tl.int64)
+    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
+    if F.ROWS == REST:
+        if m0 < _first_rows(t, b, Tq):
+            _own_output(
+                b, h, m0, Q, K, V, O, Lse, Low, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b,
+                v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, G)  # fmt: skip
+            return
+    _own_output(
+        b, h, m0, Q, K, V, O, Lse, Low, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H,
+        GROUP, Tq, Tk, q_off, c2, reach, F)  # fmt: skip
 
 
 @triton.jit
@@ -1080,9 +1102,9 @@ def _own_queries(
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Meta, Docs, TA, TB, TC, TD,
-    TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b,
-    do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, B, F: tl.constexpr,
+    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Table, Meta, Docs, TA, TB, TC,
+    TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+    do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, B, G: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, WIDE], where with CANCEL the level
     is relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
@@ -1113,14 +1135,17 @@ def backward_q(
         b = (tl.program_id(1) // H).to(tl.int64)
         h = (tl.program_id(1) % H).to(tl.int64)
         pieces_at = PieceSums + ((b * H + h) * blocks + m0 // F.BM) * (2 * F.PP) + tl.arange(0, F.PP)
-        if F.ROWS != ALL:
-            if (m0 < _first_rows(t, b, Tq)) != (F.ROWS == FIRST):
-                if F.KNOTS > 0 and F.GRAD:  # what the host sums
+        if F.ROWS == REST:
+            if m0 < _first_rows(t, b, Tq):
+                if F.GRAD:  # what the host sums
                     r = m0 + tl.arange(0, F.BM)
-                    at = (b * H + h) * Tq + r
-                    tl.store(ByQuery + at, 0.0, mask=r < Tq)
+                    tl.store(ByQuery + (b * H + h) * Tq + r, 0.0, mask=r < Tq)
                     tl.store(pieces_at, 0.0)
                     tl.store(pieces_at + F.PP, 0.0)
+                _own_queries(
+                    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends,
+                    Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+                    do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, G)  # fmt: skip
                 return
         _own_queries(
             b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Meta, Docs,
@@ -1286,7 +1311,7 @@ def backward_k(
         start = begin
         shown = full
         if F.ROWS == REST:
-            table = Term(Table, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, Tk, 0)
+            table = _as_table(t, Table, Tk)
             start = tl.maximum(tl.minimum(_first_rows(t, b, Tq), end), begin)
             shown = tl.minimum(full, start)
             near = _head(table, h, c2, G)

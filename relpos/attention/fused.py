@@ -164,7 +164,7 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
     **{("backward_q", kind): ((64, 64, 4, 2, 168), None) for kind in (POTENTIAL, LOG)},
     **{("backward_k", kind): ((64, 64, 4, 3, 0), None) for kind in (POTENTIAL, LOG, PROFILE, DISTANCE)},
     ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
-    ("backward_q", KNOTTED): ((64, 64, 4, 2, 0), (64, 32, 4, 2, 0)),
+    ("backward_q", KNOTTED): ((64, 64, 4, 3, 168), (64, 32, 4, 2, 0)),
     ("backward_k", KNOTTED): (None, (32, 64, 4, 2, 0)),
     ("forward", BANK): ((64, 64, 4, 2, 168), (64, 64, 4, 2, 0)),
     ("backward_q", BANK): ((64, 64, 4, 3, 0), (64, 64, 8, 2, 0)),
@@ -174,7 +174,8 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
 
 # And from so many tokens on, where there are blocks to spare.
 _LONG: dict[tuple[str, int], tuple[int, Blocks]] = {
-    ("backward_k", kind): (4096, (64, 64, 4, 3, 0)) for kind in (NONE, SLOPE, KNOTTED)
+    **{("backward_k", kind): (4096, (64, 64, 4, 3, 0)) for kind in (NONE, SLOPE, KNOTTED)},
+    ("backward_q", KNOTTED): (513, (64, 64, 4, 2, 0)),  # most shorter texts have one rho, and then few registers do
 }
 
 

@@ -124,7 +124,7 @@ def kernel_times(step, repeat: int = 8) -> dict[str, float]:
     for event in sorted(profile.events(), key=lambda event: event.time_range.start):
         if event.device_type == torch.autograd.DeviceType.CUDA:
             times[event.name].append(event.device_time)
-    # A step may launch a kernel more than once, for other queries: the median of what its launches take together.
+    # A step may launch a kernel more than once, fills and sums: the median of what its launches take together.
     return {
         name: statistics.median(sum(ts[i : i + len(ts) // repeat]) for i in range(0, len(ts), len(ts) // repeat))
         for name, ts in times.items()

@@ -1428,6 +1428,11 @@ def backward_distance(
     each = tl.cdiv(total, shares)
     begin = share * each
     end = tl.minimum(total, begin + each)
+    program = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+    Out += program * F.SPAN + tl.arange(0, F.SPAN)
+    if begin >= end:  # most of them, where few queries come FIRST
+        tl.store(Out, 0.0)
+        return
     bias = _spread(_table(_distances(base, False, F), t, h), False, F)
     acc = _zeros(F.BM, F.BN)
     Q += h * q_h
@@ -1445,8 +1450,7 @@ def backward_distance(
                               H, Tq, Tk, q_off, c2, base, block, blocks, begin, whole, t, False, F)  # fmt: skip
     acc = _distance_tiles(acc, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t,
                           H, Tq, Tk, q_off, c2, base, block, blocks, whole, end, t, True, F)  # fmt: skip
-    program = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    tl.store(Out + program * F.SPAN + tl.arange(0, F.SPAN), tl.sum(_slide(acc, F), 0))
+    tl.store(Out, tl.sum(_slide(acc, F), 0))
 
 
 @triton.jit

@@ -824,19 +824,31 @@ def test_prompts_read_together_score_as_alone(byte_run, monkeypatch):
 
 
 def test_passkey_command(byte_run, folder, tmp_path, capsys):
-    options = ("--lengths", "100,256,400", "--depths", "0,0.5,1", "--keys", "2", "--out", tmp_path)
+    options = ("--lengths", "256,400", "--depths", "0,0.5,1", "--keys", "2", "--out", tmp_path)
     assert command("passkey", byte_run, folder / "gpt2", *options) == 0 + 2
     said = capsys.readouterr()
     assert "has no tokenizer in its folder" in said.err
     value = results.read_json(tmp_path / "run.passkey.json")
-    assert [r["status"] for r in value["results"]] == ["unsupported", "ok", "ok"]
-    assert "at least" in value["results"][0]["reason"]
+    assert [r["status"] for r in value["results"]] == ["ok", "ok"]
     assert (tmp_path / "run.passkey.png").read_bytes().startswith(b"\x89PNG")
-    assert value["results"][1]["log_likelihood"] == pytest.approx(
-        np.mean([c["log_likelihood"] for c in value["results"][1]["cells"]]), abs=1e-5
+    assert value["results"][0]["log_likelihood"] == pytest.approx(
+        np.mean([c["log_likelihood"] for c in value["results"][0]["cells"]]), abs=1e-5
     )
     assert command("passkey", byte_run, *options, "--seed", "1") == 2
     assert "--overwrite replaces it" in capsys.readouterr().err
+
+
+def test_a_length_without_room_for_the_prompt_is_said_before_any_work(byte_run, folder, tmp_path, capsys, monkeypatch):
+    shortest = passkeys.Prompts(load_tokenizer(byte_run)).shortest
+    options = ("--depths", "0", "--keys", "1", "--out", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("relpos.evaluation.folders.load_model", None)  # a call would be a TypeError
+        assert command("passkey", folder / "gpt2", byte_run, "--lengths", f"100,{shortest - 1},400", *options) == 2
+    said = capsys.readouterr()
+    assert f"--lengths 100,{shortest - 1}: a passkey prompt needs at least {shortest} tokens" in said.err
+    assert f"tokenizer of {byte_run}" in said.err and said.out == "" and not (tmp_path / "out").exists()
+    assert command("passkey", byte_run, "--lengths", shortest, *options) == 0
+    assert results.read_json(tmp_path / "out" / "run.passkey.json")["results"][0]["status"] == "ok"
 
 
 # The harness.

@@ -29,7 +29,7 @@ from relpos.errors import UserError
 from relpos.evaluation import result
 from relpos.evaluation.folders import Outcome, each_folder
 from relpos.evaluation.perplexity import Failure, Partial, about_model, cost_per_token, explain
-from relpos.evaluation.scoring import Scorer, release
+from relpos.evaluation.scoring import Scorer, load_tokenizer, release
 from relpos.evaluation.sharing import World, progress
 
 INTRODUCTION = (
@@ -303,7 +303,25 @@ def passkey_folders(
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read the filler text {filler}: {error}") from None
 
+    def check(tokenizer: Any, path: str) -> None:
+        """A length without room for the prompt is a mistake in the question, not a limit of the model."""
+        try:
+            shortest = 0 if tokenizer is None else Prompts(tokenizer, text).shortest
+        except UserError:
+            return  # `passkey` says it, of this model alone
+        short = [str(T) for T in grid.lengths if T < shortest]
+        if short:
+            raise UserError(
+                f"--lengths {','.join(short)}: a passkey prompt needs at least {shortest} tokens with the tokenizer of "
+                f"{path}; write --lengths {shortest} or more"
+            )
+
+    for path in paths:  # before any model is read
+        if (Path(path) / "config.json").is_file():
+            check(load_tokenizer(path), path)
+
     def work(model: Any, tokenizer: Any, outcome: Outcome, file: Path, world: World) -> dict[str, Any]:
+        check(tokenizer, outcome.path)  # of a model on the hub it is known only now
         return passkey(
             model,
             tokenizer,

@@ -543,7 +543,9 @@ def capture(
     """Keep what pictures of a model need, in one small safetensors file (docs/capture.md)."""
     from relpos.capture.model import capture_run
 
-    made = capture_run(run, out, text=text, layers=layers, length=length, content=content, half=half, note=note)
+    made = capture_run(
+        run, out, text=text, layers=layers, length=length, content=content, half=half, note=note, progress=True
+    )
     held = f"layer{'s' * (len(made.layers) > 1)} {', '.join(map(str, made.layers))} (0 to {made.num_layers - 1})"
     print(f"{out}: {made.title}, {made.length} tokens, {held}")
 

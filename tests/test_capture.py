@@ -453,3 +453,20 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         relpos_cli.main(["capture", str(folder), "--layers", "first", "--out", str(out)])
     assert stop.value.code == 2 and "'last', 'all' or numbers" in capsys.readouterr().err
+
+
+def test_the_command_shows_how_far_it_is(tmp_path, monkeypatch):
+    import relpos_cli
+    from relpos.data.progress import Progress
+
+    told: list[tuple[float, str]] = []
+    monkeypatch.setattr(Progress, "__call__", lambda self, *news: told.append(news) if self.shown else None)
+    monkeypatch.setattr(capture.Capture, "save", lambda self, path, half: told.append("saved"))
+    run_folder(tmp_path / "ours")
+    foreign("t5").save_pretrained(tmp_path / "foreign")  # two layers in each of its stacks
+    for name, layers in (("ours", 2), ("foreign", 4)):
+        told.clear()
+        with pytest.raises(SystemExit) as stop:
+            relpos_cli.main(["capture", str(tmp_path / name), "--length", "48", "--out", str(tmp_path / "x")])
+        steps = [(n / layers, f"layer {n + 1} of {layers}") for n in range(layers)]
+        assert stop.value.code == 0 and told == [(0.0, "reading the model"), *steps, (1.0, "writing"), "saved"]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from relpos.attention import reference
 from relpos.capture import families
 from relpos.capture.record import MAX_LENGTH, Capture, Layer, title_of
 from relpos.data import tokenizer as tokenizers
+from relpos.data.progress import Progress
 from relpos.errors import UserError
 from relpos.files import settings_of
 from relpos.models import RelPosForCausalLM, RelPosForMaskedLM
@@ -35,12 +36,13 @@ def from_model(
     content: bool = True,
     name: str | None = None,
     provenance: dict[str, Any] | None = None,
+    report: Callable[[float, str], None] | None = None,
 ) -> Capture:
     """Capture a model (a folder or a module) on the first `length` tokens of a text.
 
     `text` is a file, by default the one that ships with relpos; `tokens` are ids instead. `layers` is "last", "all" or
     numbers. `content` keeps q and k of the captured layers; False keeps them only where the positional part needs them
-    (no bias at all, or one that rescores).
+    (no bias at all, or one that rescores). `report` is told which part of the layers has run, and the next one.
     """
     if not 1 <= length <= MAX_LENGTH:
         raise UserError(f"length must be between 1 and {MAX_LENGTH}, not {length}")
@@ -62,7 +64,8 @@ def from_model(
     ids, pieces, told = _tokens(text, tokens, length, folder, config, needs_text=not positional)
     count = config.num_hidden_layers if family is None else len(family.modules(body))
     wanted = _layers(layers, count)
-    held = _record_ours(body, ids, wanted) if ours else families.record(body, ids, wanted)
+    with _watched([block.attention for block in body.layers] if family is None else family.modules(body), report):
+        held = _record_ours(body, ids, wanted) if ours else families.record(body, ids, wanted)
     heads = next(iter(held.values())).q.shape[0]  # type: ignore[union-attr]
     title = _title(body, folder, family)
     made = Capture(
@@ -100,6 +103,7 @@ def capture_run(
     content: bool = False,
     half: bool = False,
     note: str | None = None,
+    progress: bool = False,
 ) -> Capture:
     """What `relpos capture` does: capture a model folder into a file."""
     wanted: str | list[int] = layers
@@ -111,11 +115,34 @@ def capture_run(
     told = {"note": note} if note else {}
     out = Path(out)
     name = out.name.removesuffix(".safetensors")
-    made = from_model(
-        final(Path(run)), text=text, length=length, layers=wanted, content=content, name=name, provenance=told
-    )
-    made.save(out, half=half)
+    with Progress("capturing", progress) as bar:
+        bar(0.0, "reading the model")
+        made = from_model(
+            final(Path(run)), text=text, length=length, layers=wanted, content=content, name=name, provenance=told,
+            report=bar,
+        )  # fmt: skip
+        bar(1.0, "writing")
+        made.save(out, half=half)
     return made
+
+
+@contextlib.contextmanager
+def _watched(modules: Sequence[nn.Module], report: Callable[[float, str], None] | None) -> Iterator[None]:
+    """While a model runs, tell how far through its layers it is."""
+    if report is None:
+        yield
+        return
+    numbers = {module: number for number, module in enumerate(modules)}
+
+    def tell(module: nn.Module, args: tuple) -> None:
+        report(numbers[module] / len(modules), f"layer {numbers[module] + 1} of {len(modules)}")
+
+    hooks = [module.register_forward_pre_hook(tell) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 # Loading.

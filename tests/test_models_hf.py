@@ -124,6 +124,20 @@ def test_rope_settings_in_both_spellings() -> None:
         config("alibi", rope_theta=500.0)
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_rope_settings_that_are_no_dict(name: str) -> None:
+    for wrong in ("yarn", ["yarn"], 8, True, "", [("factor", 8.0)]):
+        with pytest.raises(UserError) as caught:
+            config("rope", **{name: wrong})
+        said = str(caught.value)
+        assert said.startswith(f"{name} must be a dict such as ") and f"not {wrong!r};" in said
+    given, named = {"rope_type": "yarn", "factor": 8.0}, "rope:scaling=yarn,factor=8"  # what the message suggests
+    assert str(given) in said and named in said
+    made, same = config("rope", **{name: given}), config(named)
+    assert made.build(made.encoding).yarn() == same.build(same.encoding).yarn()
+    assert config("rope", **{name: None}).encoding == config("rope", **{name: {}}).encoding == "rope"
+
+
 def test_an_encoding_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "steep.py"
     file.write_text(

@@ -87,7 +87,13 @@ class RelPosConfig(PreTrainedConfig):
         table = kwargs.pop("max_position_embeddings", None)
         rope: dict[str, Any] = {}
         for key in ("rope_parameters", "rope_scaling"):  # v5's and v4's name for the same thing
-            rope |= kwargs.pop(key, None) or {}
+            given = kwargs.pop(key, None)
+            if not isinstance(given, (dict, type(None))):
+                raise UserError(
+                    f"{key} must be a dict such as {{'rope_type': 'yarn', 'factor': 8.0}}, not {given!r}; "
+                    "encoding='rope:scaling=yarn,factor=8' says the same"
+                )
+            rope |= given or {}
         rope |= {key: kwargs.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in kwargs}
         super().__post_init__(**kwargs)
         if rope:

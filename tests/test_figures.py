@@ -478,3 +478,27 @@ def test_a_dollar_sign_is_a_dollar_sign():
     fig.savefig(io.BytesIO(), format="png")
     labels = [label for label in ax.get_yticklabels() if label.get_text()]
     assert labels and all(label.get_parse_math() for label in labels)  # powers of ten stay mathematics
+
+
+def test_arguments_of_the_wrong_type(tmp_path):
+    encoding = encodings.build("alibi", heads=2, head_dim=8)
+    for wrong in (3, None, ["alibi"], b"alibi", torch.zeros(2, 2), encoding):
+        said = f"{type(wrong).__name__} is nothing that can be shown: give an encoding such as .*a folder with a model"
+        with pytest.raises(relpos.UserError, match=said):
+            relpos.figure("kerple", wrong, length=16, out=tmp_path / "out")
+        assert not (tmp_path / "out").exists()  # known before the first is drawn
+        with pytest.raises(relpos.UserError, match=said):
+            relpos.explore(wrong)
+    for given, said in [
+        ({"text": 3}, "text must be the name of a text file, not 3"),
+        ({"heads": 1.5}, "heads are 'all' or numbers such as 1,3,5-8, not 1.5"),
+        ({"heads": [None]}, "heads are 'all' or numbers"),
+        ({"heads": ["x"]}, "heads are 'all' or numbers"),
+        ({"kind": 3}, "there is no kind of map 3. Known: bias"),
+        ({"view": None}, "there is no view None. Known: maps"),
+        ({"format": 3}, "format must be names such as 'png,pdf', not 3"),
+        ({"format": [3]}, "format must be names"),
+        ({"out": 3}, "out must be the name of a folder, not 3"),
+    ]:
+        with pytest.raises(relpos.UserError, match=said):
+            relpos.figure("alibi", length=16, **given)

@@ -21,7 +21,7 @@ from relpos.capture.model import TEXT, final, load_model, run_facts
 from relpos.data import tokenizer as tokenizers
 from relpos.errors import UserError
 from relpos.evaluation import compare, result
-from relpos.figures.sources import resolve, shipped
+from relpos.figures.sources import check_source, resolve, shipped
 
 LENGTH = 512
 MAX_TEXT = 32768  # characters of a typed text
@@ -191,6 +191,7 @@ class Library:
             others = list(shipped())
         self.sources: dict[str, Source] = {}
         for what in others:
+            check_source(what)
             source = Source(str(len(self.sources)), what, length)
             if source.folder is None and isinstance(what, (str, Path)):
                 source.held()  # a mistake in a name is said before the page opens; these are read in a moment

@@ -29,7 +29,7 @@ from relpos.figures import sheet as _sheet
 from relpos.figures import training as _training
 from relpos.figures import window as _window
 from relpos.figures.maps import Maps
-from relpos.figures.sources import Source, checkpoints, parse_heads, reads_text, resolve, shipped
+from relpos.figures.sources import Source, check_source, checkpoints, parse_heads, reads_text, resolve, shipped
 from relpos.figures.style import DPI, Figure
 from relpos.files import whole
 
@@ -63,9 +63,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in captures.KINDS:
-            raise UserError(f"there is no kind of map {self.kind!r}.{nearest(self.kind, captures.KINDS)}")
+            raise UserError(f"there is no kind of map {self.kind!r}.{nearest(str(self.kind), captures.KINDS)}")
         if self.view not in VIEWS:
-            raise UserError(f"there is no view {self.view!r}.{nearest(self.view, VIEWS)}")
+            raise UserError(f"there is no view {self.view!r}.{nearest(str(self.view), VIEWS)}")
         if self.kind not in (None, "weights") and self.view == "window":
             raise UserError(f"windows and entropies are those of the weights, not of {self.kind}")
         if self.shared and self.view not in ("maps", "difference"):
@@ -73,6 +73,8 @@ class Options:
         for one in self.formats:
             if one not in FORMATS:
                 raise UserError(f"there is no picture format {one!r}.{nearest(one, FORMATS)}")
+        if self.text is not None and not isinstance(self.text, (str, Path)):
+            raise UserError(f"text must be the name of a text file, not {self.text!r}; ids of tokens go to tokens=")
         if self.text is not None and not Path(self.text).is_file():
             raise UserError(f"there is no text file {str(self.text)!r}")
         for key in ("layer", "length"):
@@ -268,6 +270,8 @@ def _draw_training(folder: Path, options: Options) -> Drawn:
 
 def _draw(sources: Sequence[Source], options: Options) -> Iterable[Drawn]:
     """One picture per source; the difference takes two, the default is what ships."""
+    for what in sources:
+        check_source(what)
     if (options.text is not None or options.tokens is not None) and not any(map(reads_text, sources)):
         raise UserError("no source reads a text: captures hold theirs, encodings by themselves have none; name a model")
     if options.view == "difference":
@@ -309,9 +313,14 @@ def _common(held: Sequence[Capture]) -> str:
 # What users call.
 
 
-def _options(given: dict[str, Any]) -> Options:
+def _options(given: dict[str, Any], out: str | Path | None) -> Options:
+    if out is not None and not isinstance(out, (str, Path)):
+        raise UserError(f"out must be the name of a folder, not {out!r}")
     text = given.pop("format", None) or ("png", "pdf")
-    formats = tuple(p.strip().lower() for p in (text.split(",") if isinstance(text, str) else text) if p.strip())
+    parts = text.split(",") if isinstance(text, str) else text
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+        raise UserError(f"format must be names such as 'png,pdf', not {text!r}")
+    formats = tuple(part.strip().lower() for part in parts if part.strip())
     if given.pop("checkpoints", False):
         if given.get("view", "maps") not in ("maps", "training"):
             raise UserError(f"checkpoints are drawn as maps, not as view {given['view']!r}")
@@ -331,7 +340,7 @@ def figure(*sources: Source, out: str | Path | None = None, **given: Any) -> Fig
     view (maps, profile, window, difference, training), shared, checkpoints, and with `out`, a folder to write to as
     `relpos figure` does, format.
     """
-    options = _options(given)
+    options = _options(given, out)
     drawn = []
     for one in _draw(sources or shipped(), options):
         if out is not None:
@@ -351,7 +360,7 @@ def write(
     sources: Sequence[Source] = (), *, out: str | Path = "figures", progress: bool = False, **given: Any
 ) -> list[Path]:
     """Draw every source into a folder, then a contact sheet of all. Returns the files, the sheet first."""
-    options = _options(given)
+    options = _options(given, out)
     folder = Path(out)
     written: list[Path] = []
     drawn: list[Drawn] = []

@@ -49,6 +49,16 @@ def reads_text(what: Source) -> bool:
     return isinstance(what, nn.Module) or (isinstance(what, (str, Path)) and os.path.isdir(what))
 
 
+def check_source(what: Source) -> None:
+    """UserError for what is of no kind that can be shown, before any of the others is."""
+    model = isinstance(what, nn.Module) and hasattr(what, "config")  # an encoding by itself is a module too
+    if not model and not isinstance(what, (str, os.PathLike, Capture)):
+        raise UserError(
+            f"{type(what).__name__} is nothing that can be shown: give an encoding such as 'alibi:slopes=geometric', a "
+            "capture file, a folder with a model, a Capture, or a model of relpos or transformers"
+        )
+
+
 def resolve(
     what: Source,
     *,
@@ -88,15 +98,19 @@ def parse_heads(text: str | Sequence[int] | None, count: int) -> list[int]:
     if text is None or text == "all":
         return list(range(count))
     wanted: list[int] = []
+    mistake = UserError(f"heads are 'all' or numbers such as 1,3,5-8, not {text!r}")
     if isinstance(text, str):
         for part in text.split(","):
             match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
             if not match:
-                raise UserError(f"heads are 'all' or numbers such as 1,3,5-8, not {text!r}")
+                raise mistake
             first, last = int(match.group(1)), int(match.group(2) or match.group(1))
             wanted += range(first, min(last, max(first, count + 1)) + 1)  # one too many is enough to be refused
     else:
-        wanted = [int(head) for head in ([text] if isinstance(text, int) else text)]
+        try:
+            wanted = [int(head) for head in ([text] if isinstance(text, int) else text)]
+        except (TypeError, ValueError):
+            raise mistake from None
     for head in wanted:
         if not 1 <= head <= count:
             raise UserError(f"there is no head {head}: this layer has {count}, numbered from 1")

@@ -323,6 +323,8 @@ def test_a_typed_text(page, server, library):
 def test_extrapolation_curves(page, server):
     page.goto(f"{server}#view=curves")
     expect(page.locator("#curves svg polyline")).to_have_count(2)
+    for button in ("protocol", "curves-png", "curves-svg", "curves-npz"):
+        expect(page.locator(f"#{button}")).to_be_visible()
     expect(page.locator("#curves-table")).to_contain_text("learned:max_positions=32")
     stored = json.load(open(STORED[0]))["protocols"]["blocks"]["results"][0]["perplexity"]
     assert f"{stored:.4g}" in page.locator("#curves-table").inner_text()
@@ -331,6 +333,19 @@ def test_extrapolation_curves(page, server):
     with page.expect_download() as waiting:
         page.locator("#curves-npz").click()
     assert zipfile.ZipFile(waiting.value.path()).testzip() is None
+
+
+def test_no_buttons_without_curves(page, tmp_path):
+    unmeasured = json.load(open(STORED[0]))
+    for entry in unmeasured["protocols"].values():
+        entry["results"] = [{"length": 32, "status": "failed", "reason": "out of memory"}]
+    (tmp_path / "unmeasured.json").write_text(json.dumps(unmeasured))
+    for results, said in (([], "results were given. relpos evaluate RUN"), (["unmeasured.json"], "No length")):
+        with Running(Library(["alibi", *(tmp_path / name for name in results)], length=16)) as url:
+            page.goto(f"{url}#view=curves")
+            expect(page.locator("#curves")).to_contain_text(said)
+            for element in ("protocol", "curves-png", "curves-svg", "curves-npz"):
+                expect(page.locator(f"#{element}")).to_be_hidden()
 
 
 def test_the_exported_file_without_network(chromium, library, tmp_path):

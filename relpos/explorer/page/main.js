@@ -249,6 +249,7 @@ function drawCurves() {
   const names = [...new Set(index.curves.flatMap((one) => Object.keys(one.protocols).filter((name) => one.protocols[name].points.length)))];
   const protocol = names.includes(state.protocol) ? state.protocol : names[0];
   fill($("protocol"), names.map((name) => [name, name]), protocol);
+  $("curves-bar").hidden = !protocol; // without a curve there is nothing to choose or to save
   if (!protocol) { $("curves").innerHTML = '<p class="empty">No length was measured in these results.</p>'; return; }
   const svg = curvesChart(index.curves, protocol);
   $("curves").replaceChildren(svg);

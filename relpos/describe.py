@@ -13,7 +13,7 @@ from relpos import encodings
 from relpos.attention import fused, prepare
 from relpos.encodings import Encoding
 from relpos.errors import UserError
-from relpos.files import settings_of
+from relpos.files import final, settings_of
 from relpos.terms import Layout
 
 GPT2_SMALL = {"heads": 12, "head_dim": 64, "hidden_size": 768}
@@ -114,7 +114,7 @@ def info(what: str) -> list[tuple[str, list[tuple[str, str]]]]:
     """Headings with rows of (what, value) for a spec or for a folder with a trained model."""
     folder = Path(what)
     # os.path's knows no name that is too long. A folder may have an encoding's name by chance.
-    if what and os.path.isdir(folder) and (what not in encodings.names() or (folder / "config.json").is_file()):
+    if what and os.path.isdir(folder) and (what not in encodings.names() or (final(folder) / "config.json").is_file()):
         return _info_run(folder)
     # No encoding's name has a slash, so this was meant as a folder, unless it is an encoding's file.
     if "/" in what.partition(":")[0] and ".py" not in what:
@@ -147,9 +147,12 @@ def _count(d: Description) -> str:
 
 
 def _info_run(folder: Path) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The model's configuration, then every distinct encoding in it."""
+    """The model's configuration, or its last checkpoint's while the run lasts, then every distinct encoding in it."""
+    run, folder = folder, final(folder)
     config = settings_of(folder)
     rows = [(key, str(value)) for key, value in sorted(config.items()) if not isinstance(value, (dict, list))]
+    if folder != run:
+        rows.insert(0, ("run", "has not ended; this is its last checkpoint"))
     result = [(str(folder), rows)]
     specs = config.get("encoding")
     if not specs:

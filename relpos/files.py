@@ -1,9 +1,10 @@
-"""Files that are written whole or not at all, and the settings that a model's folder holds."""
+"""Files that are written whole or not at all, and what a model's folder holds."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,19 @@ def settings_of(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{str(folder)!r} holds no config.json: it is no model that save_pretrained wrote")
     return settings_in(path)
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint in a run, in the order of training."""
+    found = []
+    for path in folder.glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if match and (path / "config.json").is_file():
+            found.append((int(match.group(1)), path))
+    return sorted(found)
+
+
+def final(folder: Path) -> Path:
+    """The model of a run folder: its own, or the last checkpoint's where the run has not ended yet."""
+    found = [] if (folder / "config.json").is_file() else checkpoints(folder)
+    return found[-1][1] if found else folder

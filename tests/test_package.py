@@ -273,6 +273,22 @@ def test_info_of_a_folder_never_imports_and_says_what_is_wrong(tmp_path, capsys)
     assert not (tmp_path / "ran").exists()
 
 
+def test_info_of_a_run_that_has_not_ended(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {"model_type": "relpos", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    for step, encoding in ((9, "alibi"), (100, "kerple"), (200, None)):  # the last is being written
+        folder = tmp_path / "rope" / f"checkpoint-{step}"  # an encoding's name by chance
+        folder.mkdir(parents=True)
+        if encoding:
+            (folder / "config.json").write_text(json.dumps({**config, "encoding": encoding}))
+    status, out, err = command(capsys, "info", "rope")
+    assert status == 0 and err == "" and "KERPLE  (kerple)" in out
+    assert out.startswith("rope/checkpoint-100 ") and "has not ended; this is its last checkpoint" in out
+    (tmp_path / "rope" / "config.json").write_text(json.dumps({**config, "encoding": "rope"}))
+    status, out, err = command(capsys, "info", "rope")
+    assert status == 0 and "RoPE  (rope)" in out and "checkpoint" not in out
+
+
 def test_a_mistake_in_a_real_process():
     done = run("info", "alibl")
     assert done.returncode == 2 and done.stdout == ""

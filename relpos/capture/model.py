@@ -19,7 +19,7 @@ from relpos.capture.record import MAX_LENGTH, Capture, Layer, title_of
 from relpos.data import tokenizer as tokenizers
 from relpos.data.progress import Progress
 from relpos.errors import UserError
-from relpos.files import settings_of
+from relpos.files import final, settings_of
 from relpos.models import RelPosForCausalLM, RelPosForMaskedLM
 from relpos.models.base import RelPosPreTrainedModel
 
@@ -146,22 +146,6 @@ def _watched(modules: Sequence[nn.Module], report: Callable[[float, str], None] 
 
 
 # Loading.
-
-
-def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint in a run, in the order of training."""
-    found = []
-    for path in folder.glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
-        if match and (path / "config.json").is_file():
-            found.append((int(match.group(1)), path))
-    return sorted(found)
-
-
-def final(folder: Path) -> Path:
-    """The model of a run folder: its own, or the last checkpoint's where the run has not ended yet."""
-    found = [] if (folder / "config.json").is_file() else checkpoints(folder)
-    return found[-1][1] if found else folder
 
 
 def load_model(folder: Path) -> nn.Module:

@@ -17,11 +17,12 @@ from torch import nn
 
 from relpos import capture as captures
 from relpos.capture import Capture
-from relpos.capture.model import TEXT, final, load_model, run_facts
+from relpos.capture.model import TEXT, load_model, run_facts
 from relpos.data import tokenizer as tokenizers
 from relpos.errors import UserError
 from relpos.evaluation import compare, result
 from relpos.figures.sources import check_source, resolve, shipped
+from relpos.files import final
 
 LENGTH = 512
 MAX_TEXT = 32768  # characters of a typed text

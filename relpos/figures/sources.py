@@ -13,8 +13,8 @@ from torch import nn
 from relpos import capture as captures
 from relpos import encodings
 from relpos.capture import Capture
-from relpos.capture.model import checkpoints, final
 from relpos.errors import UserError
+from relpos.files import checkpoints, final
 
 SHIPPED = Path(captures.__file__).with_name("shipped")
 # What `relpos figure` draws when nothing is named, in the order of the CABLE paper's figures 8 to 15.

@@ -3,7 +3,8 @@
 relpos (and with it torch) is imported only inside a command, so that `relpos --help` answers at once.
 
 A mistake of the user is a `relpos.UserError`: one message on stderr, exit status 2, no traceback. Interrupting exits
-with 130. To add a command, write a function with `@app.command()` below, in the place where readers would look for it.
+with 130, a pipe whose reader has gone with 141. To add a command, write a function with `@app.command()` below, in the
+place where readers would look for it.
 """
 
 from __future__ import annotations
@@ -677,16 +678,22 @@ def explore(
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs the command and turns mistakes of the user into one message and exit status 2."""
     command = typer.main.get_command(app)
+    status = 0
     try:
-        status = command.main(args=arguments, prog_name="relpos", standalone_mode=False)
-        sys.exit(status if isinstance(status, int) else 0)
+        made = command.main(args=arguments, prog_name="relpos", standalone_mode=False)
+        status = made if isinstance(made, int) else 0
+        print(end="", flush=True)  # a reader that has gone is met here, not when Python ends
+        sys.exit(status)
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # how typer and rich end when the reader has gone
+            _reader_gone(status)
+        raise
     except typer.Exit as error:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except BrokenPipeError:  # `relpos encodings | head`
-        sys.stderr.close()
-        sys.exit(0)
+    except BrokenPipeError:
+        _reader_gone(status)
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own; typer carries a private copy of click in some versions
             _fail(error.format_message(), "Try 'relpos --help'." if hasattr(error, "ctx") else "")
@@ -696,6 +703,13 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(error, OSError) and error.strerror:  # a path that cannot be used, a full disk
             _fail(f"{error.filename!r}: {error.strerror}" if error.filename is not None else error.strerror)
         raise
+
+
+def _reader_gone(status: int) -> None:
+    """`relpos encodings | head`: no complaint, also not from Python, which writes what is left when it ends. The status
+    is SIGPIPE's, as of other commands: 0 would call work done that was cut off, or whose failure could not be said."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(status or 141)
 
 
 def _fail(message: str, hint: str = "") -> None:

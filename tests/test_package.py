@@ -295,6 +295,19 @@ def test_a_mistake_in_a_real_process():
     assert len(done.stderr.strip().splitlines()) == 1 and "'alibi'" in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["--version"], ["encodings"], ["encodings", "--json"]])
+def test_a_reader_that_has_gone(arguments):
+    """`relpos train --help | head`: typer, rich and plain print each meet it in their own way."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "relpos_cli", *arguments], cwd=ROOT, env={**ENV, "PYTHONPATH": str(ROOT)},
+        stdout=write, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")  # as a command that SIGPIPE ends
+
+
 def test_interrupt_is_quiet(monkeypatch, capsys):
     import relpos_cli
 

@@ -12,7 +12,7 @@ import transformers
 import relpos
 from relpos import capture, encodings, terms
 from relpos.capture import families
-from relpos.capture.model import TEXT
+from relpos.capture.model import TEXT, capture_run
 from relpos.data import tokenizer as tokenizers
 from relpos.errors import UserError
 from relpos.models import RelPosConfig, RelPosForCausalLM, RelPosForMaskedLM
@@ -369,6 +369,13 @@ def test_layers_that_differ_in_heads_without_content():
     layers = {0: capture.Layer([terms.Slope(torch.ones(6))]), 1: capture.Layer([terms.Slope(torch.ones(2))])}
     held = capture.Capture("mixed", "mixed", heads=6, length=8, num_layers=2, layers=layers)
     assert [held.map("bias", layer).shape[0] for layer in (0, 1)] == [6, 2]
+
+
+def test_where_a_capture_goes_is_checked_before_the_work(tmp_path):
+    """There is no such model either: that would be said next."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write .*file' is no folder"):
+        capture_run(tmp_path / "nowhere", tmp_path / "file" / "x.safetensors")
 
 
 def test_bad_input(tmp_path):

@@ -19,7 +19,7 @@ from relpos.capture.record import MAX_LENGTH, Capture, Layer, title_of
 from relpos.data import tokenizer as tokenizers
 from relpos.data.progress import Progress
 from relpos.errors import UserError
-from relpos.files import final, settings_of
+from relpos.files import check_place, final, settings_of
 from relpos.models import RelPosForCausalLM, RelPosForMaskedLM
 from relpos.models.base import RelPosPreTrainedModel
 
@@ -114,6 +114,7 @@ def capture_run(
             raise UserError(f"layers are 'last', 'all' or numbers such as 0,3,11, not {layers!r}") from None
     told = {"note": note} if note else {}
     out = Path(out)
+    check_place(out)
     name = out.name.removesuffix(".safetensors")
     with Progress("capturing", progress) as bar:
         bar(0.0, "reading the model")

@@ -236,7 +236,7 @@ def decoding(result: dict) -> None:
             q = torch.randn(batch, 12, 1, 64, device="cuda", dtype=torch.bfloat16)
             hidden = torch.randn(batch, cached, 768, device="cuda")
             calls = {"SDPA, no bias": functools.partial(F.scaled_dot_product_attention, q, k, v)}
-            for spec in ("none", "alibi", "kerple", "t5", "fire", "cable", "fox"):
+            for spec in ("none", "alibi", "kerple", "t5", "fire", "cable", "fox", "inkling"):
                 encoding = trained(build(spec, heads=12, head_dim=64).cuda())
                 layout = Layout(Tq=1, Tk=cached, device=q.device)
                 with torch.no_grad():

@@ -302,26 +302,95 @@ def test_twelve_heads_one_token_and_a_block_plus_one(spec):
     compare(spec, HALF, T=1)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.distinct and not c.rescores], ids=lambda c: c.spec)
-def test_decoding_a_few_queries(case):
-    """Every additive encoding, those without a training kernel too; splits over the keys, padding, grouped heads."""
+def decoded(spec: str, dtype, impl: str, *, heads: int, key_heads: int, T: int, Tq=1, head_dim=8, **options):
+    """Output of a call for the last Tq tokens of T, whose operands are the same for every implementation and dtype."""
     generator = torch.Generator().manual_seed(3)
-    encoding = build(case.spec, heads=4, head_dim=8).to(DEVICE)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        encoding = build(spec, heads=heads, head_dim=head_dim)
+        for parameter in encoding.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    shapes = [(2, heads, Tq, head_dim), (2, key_heads, T, head_dim), (2, key_heads, T, head_dim)]
+    q, k, v = (torch.randn(*shape, generator=generator).to(dtype).to(DEVICE) for shape in shapes)
+    hidden = torch.randn(2, T, heads * head_dim, generator=generator).to(DEVICE)
+    if impl == "exact":
+        (q, k, v, hidden), encoding, impl = (x.double() for x in (q, k, v, hidden)), encoding.double(), "reference"
+    with torch.no_grad():
+        return relpos.attention(q, k, v, encoding.to(DEVICE), hidden=hidden, impl=impl, **options).double()
+
+
+def compare_decoded(spec: str, dtype: torch.dtype, **options) -> None:
+    ours, eager, exact = (decoded(spec, dtype, impl, **options) for impl in ("fused", "reference", "exact"))
+    error, allowed = (ours - exact).norm().item(), (eager - exact).norm().item()
+    assert error <= 2 * allowed + 1e-6 * exact.norm().item(), f"off by {error:.3g}, eager by {allowed:.3g}"
+
+
+@pytest.mark.parametrize("case", FUSABLE, ids=IDS)
+def test_decoding_the_last_token(case, monkeypatch):
+    """What the kernel computes of the term itself: grouped heads, a head of keys for each, one stretch and several."""
+    monkeypatch.setattr(decode, "STRETCH", 64)
     T = 600 if GPU else 70
-    q, k, v = (torch.randn(2, h, t, 8, generator=generator).to(DEVICE) for h, t in ((4, 3), (2, T), (2, T)))
-    hidden = torch.randn(2, T, 32, generator=generator).to(DEVICE)
+    for dtype in DTYPES:
+        compare_decoded(case.spec, dtype, heads=4, key_heads=2, T=T)
+        compare_decoded(case.spec, dtype, heads=3, key_heads=3, T=T if dtype == HALF else 37)
+
+
+@pytest.mark.parametrize("spec", ["none", "t5", "fire"])
+def test_decoding_with_twelve_heads_of_an_odd_size(spec):
+    compare_decoded(spec, HALF, heads=12, key_heads=12, T=65, head_dim=24)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.distinct and not c.rescores], ids=lambda c: c.spec)
+def test_decoding_a_few_queries(case, monkeypatch):
+    """A few queries in a padded batch; and the last token with a window: these are told what is added."""
+    monkeypatch.setattr(decode, "STRETCH", 64)
+    T = 600 if GPU else 70
     mask = torch.ones(2, T, dtype=torch.bool, device=DEVICE)
     mask[0, :40] = False
-    # A few queries in a padded batch; the last token, which sees everything; the last token with a window.
-    calls = [(q, {"key_padding_mask": mask}), (q[:, :, -1:], {}), (q[:, :, -1:], {"window": 9})]
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "STRETCH", 64)
-        for queries, where in calls:
-            ours, plain = (
-                relpos.attention(queries, k, v, encoding, hidden=hidden, impl=impl, **where)
-                for impl in ("fused", "reference")
-            )
-            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    for dtype in (torch.float32, HALF):
+        compare_decoded(case.spec, dtype, heads=4, key_heads=2, T=T, Tq=3, key_padding_mask=mask)
+    compare_decoded(case.spec, HALF, heads=4, key_heads=2, T=T, window=9)
+
+
+@pytest.mark.parametrize("spec", ["kerple", "cable"])
+def test_decoding_against_many_stretches(spec, monkeypatch):
+    """More than are joined at once."""
+    monkeypatch.setattr(decode, "STRETCH", 64)
+    T = 64 * 70 if GPU else 64 * 33 + 5
+    compare_decoded(spec, HALF, heads=2, key_heads=1, T=T)
+
+
+@pytest.mark.parametrize("spec", ["kerple", "fox", "inkling:rank=3,length=50"])
+def test_decoding_compiled_whole(spec):
+    encoding = build(spec, heads=4, head_dim=8).to(DEVICE)
+    q, k, v = (torch.randn(1, h, t, 8, device=DEVICE) for h, t in ((4, 1), (2, 70), (2, 70)))
+    hidden = torch.randn(1, 70, 32, device=DEVICE)
+
+    def last(q: torch.Tensor) -> torch.Tensor:
+        return relpos.attention(q, k, v, encoding, hidden=hidden, impl="fused")
+
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(last, fullgraph=True, backend="aot_eager")(q), last(q))
+
+
+def test_decoding_with_knots_that_the_kernel_is_told_of():
+    """Too many of them, or a rate for each head."""
+    compare_decoded(f"fire:width={decode.KNOTS + 1}", HALF, heads=2, key_heads=2, T=70)
+    q, k, v = (torch.randn(1, 2, t, 8, device=DEVICE, dtype=torch.float64) for t in (1, 70, 70))
+    rate, rho = torch.tensor([0.1, 0.7]), torch.tensor([[0.3]])
+    knots, slope, offset = torch.tensor([0.2, 0.6]), torch.randn(2, 3), torch.zeros(2, 3)
+    offset[:, 1] = offset[:, 0] + (slope[:, 0] - slope[:, 1]) * 0.2
+    offset[:, 2] = offset[:, 1] + (slope[:, 1] - slope[:, 2]) * 0.6
+    layout = relpos.terms.Layout(Tq=1, Tk=70, device=q.device)
+
+    def run(dtype: torch.dtype, impl: str) -> torch.Tensor:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        term = relpos.terms.Profile(*(x.to(DEVICE, wide) for x in (rate, rho, knots, slope, offset)))
+        return attend_terms(q.to(dtype), k.to(dtype), v.to(dtype), [term], layout, impl=impl)
+
+    with torch.no_grad():
+        close = run(torch.float32, "fused").double() - run(torch.float64, "reference")
+    assert close.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])

@@ -1,10 +1,9 @@
-"""A few queries against a long cache: split over the keys, so that one text fills a GPU.
+"""A few queries against a long cache: split over the keys, so that one text fills a GPU (kernels: decode_kernels.py).
 
-Decoding reads every key and value once; that is its floor. Against it the rows of the bias, one float32 per query head
-and key, weigh little (3% for one query of 64 features in 16 bits), so they are computed by the reference and handed
-over with the mask folded in: every additive encoding, position and mask works, and the kernels know none of them.
-
-Two kernels: `partial` takes a stretch of keys for all queries of one key head, `combine` joins the stretches.
+Decoding reads every key and value once; that is its floor. The last token of a text without padding, which is what
+generating asks for, needs nothing else: the kernel computes what the term adds as it goes. For everything else (masks,
+positions with gaps, several queries, several terms) the rows of the bias, one float32 per query head and key, are
+computed by the reference and handed over with the mask folded in: every additive encoding works.
 """
 
 from __future__ import annotations
@@ -17,128 +16,87 @@ import torch
 from torch import Tensor
 
 from relpos.attention import reference
-from relpos.terms import Layout, Term
+from relpos.terms import Layout, Profile, Term
 
 ROWS = 16  # query rows of one key head (grouped heads times queries) that a program holds: the least a matmul takes
-STRETCH = 256  # keys of one program, at least
+STRETCH = 128  # keys of one program, at least
 PROGRAMS = 528  # enough to fill a large GPU four times over
+KNOTS = 128  # of a profile that a program compares with at once
+NONE, PROFILE, BANK, POWER, ROW = 0, 4, 6, 8, 9  # as in kernels.py, fused.py and decode_kernels.py
 
 
 @functools.cache
 def _kernels() -> Any:
-    import triton
-    import triton.language as tl
+    from relpos.attention import decode_kernels, kernels
 
-    @triton.jit
-    def partial(
-        Q, K, V, Bias, Part, Top, Sum, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, b_b, H, GROUP, Tq, Tk, c2, stretch,
-        D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-        BIASED: tl.constexpr, LOG2E: tl.constexpr,
-    ):  # fmt: skip
-        n = tl.program_id(0)
-        HKV = H // GROUP
-        b = (tl.program_id(1) // HKV).to(tl.int64)
-        hk = (tl.program_id(1) % HKV).to(tl.int64)
-        r = tl.arange(0, ROWS)  # row r is query r % Tq of head r // Tq of the group
-        e = tl.arange(0, DP)
-        h = hk * GROUP + r // Tq
-        real = r < GROUP * Tq
-        ok_q = real[:, None] & (e[None, :] < D)
-        q = tl.load(Q + b * q_b + h[:, None] * q_h + (r % Tq)[:, None] * q_t + e[None, :], mask=ok_q, other=0.0)
-        rows = Bias + b * b_b + (h * Tq + r % Tq)[:, None] * Tk
-        acc = tl.zeros((ROWS, DP), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        for start in range(n * stretch, tl.minimum((n + 1) * stretch, Tk), BN):
-            j = start + tl.arange(0, BN)
-            ok = j < Tk
-            at = j[:, None].to(tl.int64)
-            ok_k = ok[:, None] & (e[None, :] < D)
-            k = tl.load(K + b * k_b + hk * k_h + at * k_t + e[None, :], mask=ok_k, other=0.0)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee") * c2
-            if BIASED:
-                s += tl.load(rows + j[None, :], mask=real[:, None] & ok[None, :], other=float("-inf")) * LOG2E
-            else:
-                s = tl.where(ok[None, :], s, float("-inf"))
-            higher = tl.maximum(top, tl.max(s, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            w = tl.exp2(s - base[:, None])
-            fade = tl.exp2(top - base)
-            total = total * fade + tl.sum(w, 1)
-            top = higher
-            v = tl.load(V + b * v_b + hk * v_h + at * v_t + e[None, :], mask=ok_k, other=0.0)
-            acc = tl.dot(w.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        out = (tl.program_id(1) * tl.num_programs(0) + n).to(tl.int64) * ROWS + r
-        tl.store(Part + out[:, None] * DP + e[None, :], acc)
-        tl.store(Top + out, top)
-        tl.store(Sum + out, total)
-
-    @triton.jit
-    def combine(
-        Part, Top, Sum, Out, o_b, o_h, o_t, H, GROUP, Tq, stretches,
-        D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
-    ):  # fmt: skip
-        HKV = H // GROUP
-        b = (tl.program_id(0) // HKV).to(tl.int64)
-        hk = (tl.program_id(0) % HKV).to(tl.int64)
-        r = tl.arange(0, ROWS)
-        e = tl.arange(0, DP)
-        acc = tl.zeros((ROWS, DP), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        for n in range(stretches):
-            at = (tl.program_id(0) * stretches + n).to(tl.int64) * ROWS + r
-            its = tl.load(Top + at)
-            higher = tl.maximum(top, its)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            fade = tl.exp2(top - base)
-            grow = tl.exp2(its - base)
-            total = total * fade + tl.load(Sum + at) * grow
-            acc = acc * fade[:, None] + tl.load(Part + at[:, None] * DP + e[None, :]) * grow[:, None]
-            top = higher
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row with no key gives zeros
-        h = hk * GROUP + r // Tq
-        ok = (r < GROUP * Tq)[:, None] & (e[None, :] < D)
-        at = b * o_b + h[:, None] * o_h + (r % Tq)[:, None] * o_t + e[None, :]
-        tl.store(Out + at, acc.to(Out.dtype.element_ty), mask=ok)
-
-    return partial, combine
+    return decode_kernels.partial, decode_kernels.combine, kernels.Flags
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], scale: float) -> Tensor:  # noqa: UP045
-    """q [B,H,Tq,D], k and v [B,Hkv,Tk,D], bias [1 or B,H,Tq,Tk] float32, -inf where masked."""
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+_T = Tensor
+_O = Optional[Tensor]  # noqa: UP045 - the operator's schema is read from it
+
+
+def _decode(q: _T, k: _T, v: _T, bias: _O, a: _O, b: _O, c: _O, d: _O, e: _O, kind: int, origin: int,
+            scale: float) -> _T:  # fmt: skip
+    """q [B,H,Tq,D], k and v [B,Hkv,Tk,D]; and either bias [1 or B,H,Tq,Tk] float32, -inf where masked, or the operands
+    of a term (fused.py), for the last token of a text."""
     B, H, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
-    group = H // Hkv
-    out = q.new_empty(B, Tq, H, D).transpose(1, 2)
-    partial, combine = _kernels()
-    DP = max(16, 1 << (D - 1).bit_length())
+    partial, combine, Flags = _kernels()
+    out = _result(q)
+    DP = max(16, _power(D))
+    flags = dict(KIND=PROFILE if kind == POWER else kind, POWER=kind == POWER, GATED=False)
+    strides, size = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (a, b, c)], 0
+    if a is not None and c is not None and kind in (PROFILE, POWER):
+        strides = [0 if b is None or b.shape[0] == 1 else b.stride(0), 0, 0]
+        size, knots = int(a.numel() > 1), c.numel()
+        flags |= {"KNOTS": knots, "KP": max(2, _power(knots))}
+    elif a is not None and c is not None and kind == BANK:
+        strides, size = [*a.stride()[:2], 0], c.shape[1]
+        flags["RP"] = c.shape[0]
+    elif a is not None:
+        size = a.shape[-1]
+        flags["GATED"] = c is not None
+    F = Flags(
+        **flags, CAUSAL=True, CANCEL=False, EXACT=q.dtype == torch.float32, D=D, DP=DP, META=False, DOCS=False,
+        WINDOW=0, EVEN=False, BM=ROWS, BN=64,
+    )  # fmt: skip
     stretches = max(1, min(-(-Tk // STRETCH), -(-PROGRAMS // (B * Hkv))))
-    stretch = -(-Tk // stretches)
-    stretch = -(-stretch // 64) * 64
+    stretch = -(-Tk // (64 * stretches)) * 64
     stretches = -(-Tk // stretch)
-    part = q.new_empty(B * Hkv * stretches, ROWS, DP, dtype=torch.float32)
-    top, total = (q.new_empty(B * Hkv * stretches, ROWS, dtype=torch.float32) for _ in range(2))
+    part, top, total = out, out, out  # never read
+    if stretches > 1:
+        part = q.new_empty(B, H, Tq, stretches, DP, dtype=torch.float32)
+        top, total = (q.new_empty(B, H, Tq, stretches, dtype=torch.float32) for _ in range(2))
     with torch.cuda.device_of(q):  # Triton launches on the current device
         partial[(stretches, B * Hkv)](
-            q, k, v, q if bias is None else bias, part, top, total, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, group, Tq, Tk, scale / math.log(2), stretch,
-            D=D, DP=DP, ROWS=ROWS, BN=64, BIASED=bias is not None, LOG2E=math.log2(math.e), num_warps=4,
+            q, k, v, q if bias is None else bias, out, part, top, total,
+            *(q if x is None else x for x in (a, b, c, d, e)), *strides, size, origin,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+            0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, H // Hkv, Tq, Tk, scale / math.log(2), stretch,
+            H * Tq == Hkv, stretches == 1, F, num_warps=4,
             num_stages=1 if q.dtype == torch.float32 and DP > 64 else 3,  # more do not fit on small GPUs
         )  # fmt: skip
-        combine[(B * Hkv,)](
-            part, top, total, out, *out.stride()[:3], H, group, Tq, stretches, D=D, DP=DP, ROWS=ROWS, num_warps=4
-        )
+        if stretches > 1:
+            combine[(B * H * Tq,)](out, part, top, total, *out.stride()[:3], H, Tq, stretches, 32, F, num_warps=4)
     return out
+
+
+def _result(q: Tensor) -> Tensor:
+    B, H, Tq, D = q.shape
+    return q.new_empty(B, Tq, H, D).transpose(1, 2)
 
 
 _operator = torch.library.custom_op("relpos::decode", _decode, mutates_args=())
 
 
 @_operator.register_fake
-def _(q, k, v, bias, scale):
-    B, H, Tq, D = q.shape
-    return q.new_empty(B, Tq, H, D).transpose(1, 2)
+def _(q, k, v, bias, a, b, c, d, e, kind, origin, scale):
+    return _result(q)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout) -> bool:
@@ -151,23 +109,38 @@ def serves(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout) -
     return not any(x.requires_grad for x in tensors)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, scale: float) -> Tensor:
-    """Output [B,H,Tq,D] of q, k, v that are already rotated."""
+def sees_all(layout: Layout) -> bool:
+    """Whether the call is for the last token of a plain text, which sees every key."""
+    last = layout.q_offset in (None, layout.Tk - 1) if layout.plain else False
+    return layout.Tq == 1 and last and layout.window is None
+
+
+def computes(terms: list[Term], layout: Layout) -> bool:
+    """Whether the kernel computes what the terms add; else it is told."""
+    if len(terms) > 1 or not sees_all(layout):
+        return False
+    term = terms[0] if terms else None
+    if not isinstance(term, Profile):
+        return True
+    knots = term.knots.numel()
+    return not knots or (knots <= KNOTS and term.rate.numel() == 1)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, scale: float, operands: tuple | None
+) -> Tensor:
+    """Output [B,H,Tq,D] of q, k, v that are already rotated. `operands`: those of the term, its kind and its origin,
+    where the kernel `computes` it."""
     if not q.numel() or not layout.Tk:
         return torch.zeros_like(q)
-    # The last token of a plain text sees every key.
-    sees_all = layout.Tq == 1 and layout.plain and layout.q_offset in (None, layout.Tk - 1) and layout.window is None
     bias = None
-    if sees_all and len(terms) == 1:  # as a rule: few operations, each as long as a small kernel
-        rho = getattr(terms[0], "rho", None)
-        row = reference.line(
-            terms[0], torch.arange(layout.Tk - 1, -1, -1, device=q.device), rho is not None and rho.numel() == 1
-        )
-        bias = None if row is None else row.float()[None, :, None]
-    if bias is None and (terms or not sees_all):
+    if operands is None:
+        operands = [None] * 5, ROW, 0
         bias = reference.bias_of(terms, layout, q.shape[1]).float()
-    if bias is not None and not sees_all:
-        bias = bias.masked_fill(~layout.allowed()[:, None], float("-inf"))
+        if not sees_all(layout):
+            bias = bias.masked_fill(~layout.allowed()[:, None], float("-inf"))
+        bias = bias.contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    run = _operator if torch.compiler.is_compiling() else _decode
-    return run(q, k, v, None if bias is None else bias.contiguous(), scale)
+    run: Any = _operator if torch.compiler.is_compiling() else _decode
+    given, kind, origin = operands
+    return run(q, k, v, bias, *given, kind, origin, scale)

@@ -621,9 +621,11 @@ def attend(
     if torch.is_autocast_enabled(q.device.type):
         q = q.to(torch.get_autocast_dtype(q.device.type))
     k, v = k.to(q.dtype), v.to(q.dtype)
-    if decode.serves(q, k, v, terms, layout):
-        return decode.attend(q, k, v, terms, layout, scale)
     B = q.shape[0]
+    if decode.serves(q, k, v, terms, layout):
+        known = decode.computes(terms, layout)
+        operands = _operands(terms, layout, scale, q.dtype, B) if known else None
+        return decode.attend(q, k, v, terms, layout, scale, operands)
     meta = docs = back = real = None
     offset: int | Tensor = layout.Tk - layout.Tq if layout.q_offset is None else layout.q_offset
     if layout.key_padding_mask is not None and layout.Tq:

@@ -1,0 +1,106 @@
+"""Every kernel compiles for a Hopper GPU at the sizes it is tuned for. Triton's compiler needs no GPU, and refuses what
+its interpreter, in which the other tests of kernels run where there is none, lets pass."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from relpos.attention import decode, fused, prepare, rotary
+from relpos.encodings import build
+from relpos.models import gelu, norm, softmax
+from relpos.terms import Layout
+
+if not fused.installed() or fused.interpreted():
+    pytest.skip("needs Triton, and its compiler instead of its interpreter", allow_module_level=True)
+
+SHARED = 227 << 10  # bytes that a program may have on an H200
+LENGTH = 4096
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What is launched is compiled instead, for compute capability 9.0: name and compiled kernel, in order."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver, jit
+
+    target = GPUTarget("cuda", 90, 32)
+    hopper = types.SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _: 0
+    )
+    found: list = []
+    run = jit.JITFunction.run
+
+    def compile_only(self, *arguments, grid, warmup, **options):
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        found.append((self.fn.__name__, kernel))
+        return kernel
+
+    monkeypatch.setattr(jit.JITFunction, "run", compile_only)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")  # limits of registers are asked for
+    monkeypatch.setattr(driver, "_active", hopper)
+    return found
+
+
+def check(found: list, names: list[str]) -> None:
+    assert [name for name, _ in found] == names
+    for name, kernel in found:
+        assert kernel.asm["cubin"] and kernel.metadata.target.arch == 90
+        assert kernel.metadata.shared <= SHARED, (name, kernel.metadata.shared)
+
+
+def terms_of(spec: str, head_dim: int, Tq: int):
+    encoding = build(spec, heads=2, head_dim=head_dim)
+    hidden = torch.randn(1, LENGTH, 2 * head_dim) if encoding.content else None
+    layout = Layout(Tq=Tq, Tk=LENGTH, device=torch.device("cpu"))
+    return prepare(encoding, layout, hidden)[1], layout
+
+
+SPECS = ["none", "alibi:learn=true", "t5", "kerple", "fire", "cable", "cable:form=kernel", "inkling"]
+
+
+@pytest.mark.parametrize(("spec", "head_dim"), [*((spec, 64) for spec in SPECS), ("inkling", 128)])
+def test_attention(spec, head_dim, compiled):
+    terms, layout = terms_of(spec, head_dim, LENGTH)
+    q, k, v = (torch.zeros(1, 2, LENGTH, head_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = fused.attend(q, k, v, terms, layout, 0.125)
+    out.backward(torch.zeros_like(out))
+    names = ["forward", "backward_q", "backward_k"]
+    if spec == "t5":
+        names = [*names, "backward_distance"]
+    if spec == "fire":
+        sums = ["backward_distance", "profile_parts", "profile_gradient"]
+        names = ["profile_table", "forward", "profile_table", "backward_q", "backward_k", *sums]
+    check(compiled, names)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_decoding(spec, compiled):
+    """One head of keys for each of queries and several stretches; one for both, and one stretch; a mask."""
+    q = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)
+    k = torch.zeros(1, 2, LENGTH, 64, dtype=torch.bfloat16)
+    many = decode.PROGRAMS
+    with torch.no_grad():
+        terms, layout = terms_of(spec, 64, 1)
+        fused.attend(q, k, k, terms, layout, 0.125)
+        fused.attend(q.expand(many, -1, -1, -1), *2 * [k[:, :1].expand(many, -1, -1, -1)], terms, layout, 0.125)
+        if spec == "none":
+            fused.attend(q, k, k, terms, replace(layout, window=9), 0.125)
+    check(compiled, ["partial", "combine", "partial", *(["partial", "combine"] if spec == "none" else [])])
+
+
+def test_the_rest_of_a_model(compiled):
+    x = torch.zeros(256, 768, dtype=torch.bfloat16)
+    layer = nn.LayerNorm(768)
+    total, out, mean, rstd = norm._add_norm(x.float(), x, layer.weight, layer.bias, 1e-5, torch.bfloat16)
+    norm._backward(total, out, total, mean, rstd, layer.weight, torch.bfloat16)
+    bias = torch.zeros(768, dtype=torch.bfloat16)
+    gelu._bias_gelu(x, bias)
+    gelu._backward(x, x, bias)
+    softmax._rows(torch.zeros(4, 50304, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), -100, True)
+    rotary._turn(torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), *torch.zeros(2, 1, 64, 32), False, False)
+    check(compiled, ["norm_forward", "norm_backward", "gelu_forward", "gelu_backward", "row", "turn"])

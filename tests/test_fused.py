@@ -327,12 +327,19 @@ def compare_decoded(spec: str, dtype: torch.dtype, **options) -> None:
 
 @pytest.mark.parametrize("case", FUSABLE, ids=IDS)
 def test_decoding_the_last_token(case, monkeypatch):
-    """What the kernel computes of the term itself: grouped heads, a head of keys for each, one stretch and several."""
+    """The kernel computes the term itself: grouped heads, a head of keys for each, one stretch and several, windows;
+    padding on the left, in the middle and on the right, where a token that is padding sees nothing."""
     monkeypatch.setattr(decode, "STRETCH", 64)
     T = 600 if GPU else 70
     for dtype in DTYPES:
         compare_decoded(case.spec, dtype, heads=4, key_heads=2, T=T)
         compare_decoded(case.spec, dtype, heads=3, key_heads=3, T=T if dtype == HALF else 37)
+    compare_decoded(case.spec, HALF, heads=4, key_heads=2, T=T, window=9)
+    mask = torch.ones(2, T, dtype=torch.bool, device=DEVICE)
+    mask[0, :7] = mask[0, 30:33] = False
+    compare_decoded(case.spec, torch.float32, heads=2, key_heads=1, T=T, key_padding_mask=mask)
+    mask[1, -1] = False
+    compare_decoded(case.spec, HALF, heads=2, key_heads=2, T=T, key_padding_mask=mask, window=40)
 
 
 @pytest.mark.parametrize("spec", ["none", "t5", "fire"])
@@ -342,14 +349,13 @@ def test_decoding_with_twelve_heads_of_an_odd_size(spec):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.distinct and not c.rescores], ids=lambda c: c.spec)
 def test_decoding_a_few_queries(case, monkeypatch):
-    """A few queries in a padded batch; and the last token with a window: these are told what is added."""
+    """A few queries in a padded batch: the kernel is told what is added."""
     monkeypatch.setattr(decode, "STRETCH", 64)
     T = 600 if GPU else 70
     mask = torch.ones(2, T, dtype=torch.bool, device=DEVICE)
     mask[0, :40] = False
     for dtype in (torch.float32, HALF):
         compare_decoded(case.spec, dtype, heads=4, key_heads=2, T=T, Tq=3, key_padding_mask=mask)
-    compare_decoded(case.spec, HALF, heads=4, key_heads=2, T=T, window=9)
 
 
 @pytest.mark.parametrize("spec", ["kerple", "cable"])
@@ -371,6 +377,19 @@ def test_decoding_compiled_whole(spec):
 
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(last, fullgraph=True, backend="aot_eager")(q), last(q))
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_decoding_with_a_potential_that_rises_and_falls(causal, log):
+    """No encoding here has one, but a term may: where the future is seen, the size of the difference counts."""
+    q, k, v = (torch.randn(1, 2, t, 8, device=DEVICE) for t in (1, 70, 70))
+    potential = torch.randn(1, 2, 70, device=DEVICE)
+    term = relpos.terms.Potential(potential[..., -1:], potential, torch.rand(1, 2, 1, device=DEVICE), log)
+    layout = relpos.terms.Layout(Tq=1, Tk=70, causal=causal, device=q.device)
+    with torch.no_grad():
+        ours, plain = (attend_terms(q, k, v, [term], layout, impl=impl) for impl in ("fused", "reference"))
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
 
 
 def test_decoding_with_knots_that_the_kernel_is_told_of():

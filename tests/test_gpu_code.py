@@ -80,7 +80,8 @@ def test_attention(spec, head_dim, compiled):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_decoding(spec, compiled):
-    """One head of keys for each of queries and several stretches; one for both, and one stretch; a mask."""
+    """One head of keys for each of queries and several stretches; one for both, and one stretch; a mask and a window;
+    positions of one's own."""
     q = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)
     k = torch.zeros(1, 2, LENGTH, 64, dtype=torch.bfloat16)
     many = decode.PROGRAMS
@@ -88,9 +89,10 @@ def test_decoding(spec, compiled):
         terms, layout = terms_of(spec, 64, 1)
         fused.attend(q, k, k, terms, layout, 0.125)
         fused.attend(q.expand(many, -1, -1, -1), *2 * [k[:, :1].expand(many, -1, -1, -1)], terms, layout, 0.125)
-        if spec == "none":
-            fused.attend(q, k, k, terms, replace(layout, window=9), 0.125)
-    check(compiled, ["partial", "combine", "partial", *(["partial", "combine"] if spec == "none" else [])])
+        mask = torch.ones(1, LENGTH, dtype=torch.bool)
+        fused.attend(q, k, k, terms, replace(layout, window=900, key_padding_mask=mask), 0.125)
+        fused.attend(q, k, k, terms, replace(layout, positions=torch.arange(LENGTH)[None]), 0.125)
+    check(compiled, ["partial", "combine", "partial", *2 * ["partial", "combine"]])
 
 
 def test_the_rest_of_a_model(compiled):

@@ -1,9 +1,9 @@
 """A few queries against a long cache: split over the keys, so that one text fills a GPU (kernels: decode_kernels.py).
 
-Decoding reads every key and value once; that is its floor. The last token of a text without padding, which is what
-generating asks for, needs nothing else: the kernel computes what the term adds as it goes. For everything else (masks,
-positions with gaps, several queries, several terms) the rows of the bias, one float32 per query head and key, are
-computed by the reference and handed over with the mask folded in: every additive encoding works.
+Decoding reads every key and value once; that is its floor. The last token of each text, which is what generating asks
+for, needs little else, padded or not: the kernel computes what the term adds as it goes. For everything else (positions
+of one's own, several queries, several terms) the rows of the bias, one float32 per query head and key, are computed by
+the reference and handed over with the mask folded in: every additive encoding works.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from relpos.attention import reference
-from relpos.terms import Layout, Profile, Term
+from relpos.terms import Layout, Potential, Profile, Term
 
 ROWS = 16  # query rows of one key head (grouped heads times queries) that a program holds: the least a matmul takes
 STRETCH = 128  # keys of one program, at least
@@ -40,10 +40,10 @@ _T = Tensor
 _O = Optional[Tensor]  # noqa: UP045 - the operator's schema is read from it
 
 
-def _decode(q: _T, k: _T, v: _T, bias: _O, a: _O, b: _O, c: _O, d: _O, e: _O, kind: int, origin: int,
-            scale: float) -> _T:  # fmt: skip
-    """q [B,H,Tq,D], k and v [B,Hkv,Tk,D]; and either bias [1 or B,H,Tq,Tk] float32, -inf where masked, or the operands
-    of a term (fused.py), for the last token of a text."""
+def _decode(q: _T, k: _T, v: _T, bias: _O, real: _O, count: _O, a: _O, b: _O, c: _O, d: _O, e: _O, kind: int,
+            origin: int, window: int, scale: float) -> _T:  # fmt: skip
+    """q [B,H,Tq,D], k and v [B,Hkv,Tk,D]; and either bias [1 or B,H,Tq,Tk] float32, -inf where masked, or for the last
+    token of each text the operands of a term (fused.py), which keys are real [B,Tk] and their running count."""
     B, H, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     partial, combine, Flags = _kernels()
@@ -62,8 +62,8 @@ def _decode(q: _T, k: _T, v: _T, bias: _O, a: _O, b: _O, c: _O, d: _O, e: _O, ki
         size = a.shape[-1]
         flags["GATED"] = c is not None
     F = Flags(
-        **flags, CAUSAL=True, CANCEL=False, EXACT=q.dtype == torch.float32, D=D, DP=DP, META=False, DOCS=False,
-        WINDOW=0, EVEN=False, BM=ROWS, BN=64,
+        **flags, CAUSAL=True, CANCEL=False, EXACT=q.dtype == torch.float32, D=D, DP=DP, DOCS=False,
+        META=real is not None, WINDOW=window, EVEN=False, BM=ROWS, BN=64,
     )  # fmt: skip
     stretches = max(1, min(-(-Tk // STRETCH), -(-PROGRAMS // (B * Hkv))))
     stretch = -(-Tk // (64 * stretches)) * 64
@@ -74,7 +74,7 @@ def _decode(q: _T, k: _T, v: _T, bias: _O, a: _O, b: _O, c: _O, d: _O, e: _O, ki
         top, total = (q.new_empty(B, H, Tq, stretches, dtype=torch.float32) for _ in range(2))
     with torch.cuda.device_of(q):  # Triton launches on the current device
         partial[(stretches, B * Hkv)](
-            q, k, v, q if bias is None else bias, out, part, top, total,
+            q, k, v, *(q if x is None else x for x in (bias, real, count)), out, part, top, total,
             *(q if x is None else x for x in (a, b, c, d, e)), *strides, size, origin,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, H // Hkv, Tq, Tk, scale / math.log(2), stretch,
@@ -95,7 +95,7 @@ _operator = torch.library.custom_op("relpos::decode", _decode, mutates_args=())
 
 
 @_operator.register_fake
-def _(q, k, v, bias, a, b, c, d, e, kind, origin, scale):
+def _(q, k, v, bias, real, count, a, b, c, d, e, kind, origin, window, scale):
     return _result(q)
 
 
@@ -109,17 +109,16 @@ def serves(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout) -
     return not any(x.requires_grad for x in tensors)
 
 
-def sees_all(layout: Layout) -> bool:
-    """Whether the call is for the last token of a plain text, which sees every key."""
-    last = layout.q_offset in (None, layout.Tk - 1) if layout.plain else False
-    return layout.Tq == 1 and last and layout.window is None
-
-
 def computes(terms: list[Term], layout: Layout) -> bool:
-    """Whether the kernel computes what the terms add; else it is told."""
-    if len(terms) > 1 or not sees_all(layout):
+    """Whether the kernel computes what the terms add: for the last token, where positions count the real ones. Else it
+    is told."""
+    if layout.Tq > 1 or len(terms) > 1 or layout.positions is not None or layout.cu_seqlens is not None:
+        return False
+    if isinstance(layout.q_offset, Tensor) or layout.q_offset not in (None, layout.Tk - 1):
         return False
     term = terms[0] if terms else None
+    if isinstance(term, Potential):
+        return layout.causal or term.log  # else |S_i - S_j| counts
     if not isinstance(term, Profile):
         return True
     knots = term.knots.numel()
@@ -133,14 +132,18 @@ def attend(
     where the kernel `computes` it."""
     if not q.numel() or not layout.Tk:
         return torch.zeros_like(q)
-    bias = None
+    bias = real = count = None
+    window = 0
     if operands is None:
         operands = [None] * 5, ROW, 0
         bias = reference.bias_of(terms, layout, q.shape[1]).float()
-        if not sees_all(layout):
-            bias = bias.masked_fill(~layout.allowed()[:, None], float("-inf"))
-        bias = bias.contiguous()
+        bias = bias.masked_fill(~layout.allowed()[:, None], float("-inf")).contiguous()
+    else:
+        window = layout.window or 0
+        if layout.key_padding_mask is not None:
+            real = layout.key_padding_mask.bool().contiguous()
+            count = real.cumsum(-1, dtype=torch.int32)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     run: Any = _operator if torch.compiler.is_compiling() else _decode
     given, kind, origin = operands
-    return run(q, k, v, bias, *given, kind, origin, scale)
+    return run(q, k, v, bias, real, count, *given, kind, origin, window, scale)

@@ -1,9 +1,9 @@
 """Triton kernels for a few queries against a long cache: `partial` takes a stretch of keys for all queries of one key
 head, `combine` joins the stretches of one row.
 
-What is added to the scores comes by KIND as in kernels.py, and is computed here for the last token of a text, which
-sees every key: row r is head r of the group, and key j is Tk - 1 - j tokens back. Any other mask, position or number
-of queries comes as ROW: the bias itself, [1 or B, H, Tq, Tk].
+What is added to the scores comes by KIND as in kernels.py, and is computed here for the last token of a text: row r is
+head r of the group, and key j is Tk - 1 - j tokens back, or with META, where some keys are padding, as many as the
+running count of real ones says. Other positions and several queries come as ROW: the bias itself, [1 or B, H, Tq, Tk].
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _of_rows(h, ok, b, t, F: tl.constexpr):
 
 
 @triton.jit
-def _add_row(s, x, y, rate, h, ok, j, b, Tk, c2, t, F: tl.constexpr):
-    """Scores [ROWS, BN] in units of log 2 with the term of the keys j [BN] added; s comes as q . k. `ok` [rows, BN]."""
-    d = Tk - 1 - tl.minimum(j, Tk - 1)
+def _add_row(s, x, y, rate, h, ok, j, d, b, Tk, c2, t, F: tl.constexpr):
+    """Scores [ROWS, BN] in units of log 2 with the term of the keys j [BN], at distances d >= 0, added; s comes as
+    q . k. `ok` [rows, BN]."""
     if F.KIND == BANK:
         r = tl.arange(0, F.RP)[:, None]
         at = tl.minimum(d + BANK_BEFORE, t.size - 1)[None, :]  # there are zeros at the end
@@ -91,12 +91,13 @@ def _add_row(s, x, y, rate, h, ok, j, b, Tk, c2, t, F: tl.constexpr):
 
 @triton.jit(do_not_specialize=["Tk"])  # it grows by one with every token
 def partial(
-    Q, K, V, Bias, Out, Part, Top, Sum, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin, q_b, q_h, q_t, k_b, k_h,
-    k_t, v_b, v_h, v_t, o_b, o_h, o_t, bias_b, H, GROUP, Tq, Tk, c2, stretch, ALONE: tl.constexpr,
+    Q, K, V, Bias, Real, Count, Out, Part, Top, Sum, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin, q_b, q_h,
+    q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, bias_b, H, GROUP, Tq, Tk, c2, stretch, ALONE: tl.constexpr,
     WHOLE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Of each row and stretch the sum of the values, `Part` [B, H, Tq, stretches, DP], the largest score and the sum of
-    the weights; or, if one stretch is the WHOLE text, its output. ALONE: there is one row, and no term of others."""
+    the weights; or, if one stretch is the WHOLE text, its output. ALONE: there is one row, and no term of others.
+    `Real` [B, Tk]: whether a key is none of padding; `Count` [B, Tk]: how many are not, up to it."""
     n = tl.program_id(0)
     HKV = H // GROUP
     b = (tl.program_id(1) // HKV).to(tl.int64)
@@ -120,14 +121,28 @@ def partial(
     acc = _zeros(F.BM, F.DP)
     top = _nothing(F.BM)
     total = tl.zeros_like(top)
-    for start in range(n * stretch, tl.minimum((n + 1) * stretch, Tk), F.BN):
+    begin = n * stretch
+    if F.WINDOW > 0 and not F.META:
+        begin = tl.maximum(begin, (Tk - F.WINDOW) // F.BN * F.BN)
+    if F.META:
+        Real += b * Tk
+        Count += b * Tk
+        last = tl.load(Count + Tk - 1)
+        seen = tl.load(Real + Tk - 1) != 0  # a query that is padding sees nothing
+    for start in range(begin, tl.minimum((n + 1) * stretch, Tk), F.BN):
         j = start + tl.arange(0, F.BN)
         ok = j < Tk
+        d = tl.maximum(Tk - 1 - j, 0)
+        if F.META:
+            d = tl.maximum(last - tl.load(Count + j, mask=ok, other=0), 0)
+            ok = ok & seen & (tl.load(Real + j, mask=ok, other=0) != 0)
+        if F.WINDOW > 0:
+            ok = ok & (d < F.WINDOW)
         at = j[:, None].to(tl.int64)
         ok_k = ok[:, None] & (e[None, :] < F.D)
         k = tl.load(K + at * k_t + e[None, :], mask=ok_k, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        s = _add_row(s, x, y, rate, own, shown & ok[None, :], j, b, Tk, c2, t, F)
+        s = _add_row(s, x, y, rate, own, shown & ok[None, :], j, d, b, Tk, c2, t, F)
         if F.KIND == ROW:
             at_row = (own * Tq + tl.arange(0, rows)[:, None] % Tq) * Tk
             s += tl.load(Bias + at_row + j[None, :], mask=shown & ok[None, :], other=0.0) * LOG2E

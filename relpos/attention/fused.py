@@ -556,6 +556,13 @@ def _flat(x: Tensor) -> Tensor:
     return x.float().contiguous()
 
 
+def _each_flat(x: Tensor) -> Tensor:
+    """[B, H, T] whose entries are contiguous, each by itself: a cache may hold several numbers for a key and head, and
+    nobody should copy a part of it for every token."""
+    x = x.float()
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
 BANK_BEFORE = 128  # as in kernels.py
 BANK_BEHIND = 256  # at least as many as a tile has distances
 
@@ -584,9 +591,10 @@ def _operands(
         kind, given = SLOPE, [term.slopes]
     elif isinstance(term, Potential):
         kind = LOG if term.log else POTENTIAL
-        given = [term.query, term.key]
+        given = [_each_flat(term.query), _each_flat(term.key)]
         if term.gate is not None:
-            given.append(term.gate if term.log else term.gate / scale)
+            given.append(_each_flat(term.gate if term.log else term.gate / scale))
+        return [*given, *[None] * (5 - len(given))], kind, 0
     elif isinstance(term, Profile):
         rho = term.rho
         if not term.knots.numel() and rho.shape[0] == 1 and rho.stride(1) == 0:

@@ -1,6 +1,6 @@
 """Find block sizes: time every kernel with each candidate on this GPU and print the best.
 
-    python benchmarks/tune.py --lengths 1024,4096 --variants none,cable --out tune.json
+    python benchmarks/tune.py --lengths 1024,4096 --variants 'none;cable' --out tune.json
 
 Compiles in parallel first, then reads each kernel's own GPU time from the profiler, so that one pass over the
 candidates serves all kernels. The winners go into `_BLOCKS` of relpos/attention/fused.py by hand.

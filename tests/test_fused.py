@@ -221,6 +221,8 @@ def test_what_the_kernels_do_not_do_is_said():
     apart = 3 * torch.arange(20, device=DEVICE)[None]
     with pytest.raises(UserError, match="explicit positions"):  # unlike decoding, which takes no gradients
         relpos.attention(q, k, k.clone().requires_grad_(), "alibi", positions=apart, impl="fused")
+    with pytest.raises(UserError, match="those of a window"):
+        relpos.attention(q, k, k.clone().requires_grad_(), "none", positions=apart, window=9, impl="fused")
 
 
 def test_second_derivatives_are_refused():

@@ -116,8 +116,9 @@ def unsupported(terms: list[Term], layout: Layout, *, rescores: bool = False) ->
     if len(terms) > 1:
         return "it adds one term at a time"
     term = terms[0] if terms else None
-    if layout.positions is not None and term is not None and not isinstance(term, Potential):
-        return "explicit positions may have gaps, and its tiles count distances in columns"
+    counted = layout.window is not None or (term is not None and not isinstance(term, Potential))
+    if layout.positions is not None and counted:
+        return "explicit positions may have gaps, and its tiles count distances, those of a window too, in columns"
     if isinstance(term, Profile) and not term.knots.numel() and term.rho.requires_grad:
         return "a profile without knots has no gradient for rho"
     if isinstance(term, Profile) and term.knots.numel() and term.power:

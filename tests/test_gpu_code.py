@@ -95,6 +95,17 @@ def test_decoding(spec, compiled):
     check(compiled, ["partial", "combine", "partial", *2 * ["partial", "combine"]])
 
 
+def test_decoding_with_banks_of_many_profiles(compiled):
+    """A GPU with no more than 99 KB for a program holds what the kernel computes; of larger banks it is told."""
+    for rank, dtype in ((128, torch.float32), (128, torch.bfloat16), (600, torch.bfloat16)):
+        terms, layout = terms_of(f"inkling:rank={rank},length=50", 64, 1)
+        k = torch.zeros(1, 2, LENGTH, 64, dtype=dtype)
+        with torch.no_grad():
+            fused.attend(k[:, :, :1], k, k, terms, layout, 0.125)
+    check(compiled, 3 * ["partial", "combine"])
+    assert max(kernel.metadata.shared for _, kernel in compiled) <= 99 << 10
+
+
 def test_the_rest_of_a_model(compiled):
     x = torch.zeros(256, 768, dtype=torch.bfloat16)
     layer = nn.LayerNorm(768)

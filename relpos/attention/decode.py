@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from relpos.attention import reference
-from relpos.terms import Layout, Potential, Profile, Term
+from relpos.terms import Bank, Layout, Potential, Profile, Term
 
 ROWS = 16  # query rows of one key head (grouped heads times queries) that a program holds: the least a matmul takes
 STRETCH = 128  # keys of one program, at least
 PROGRAMS = 528  # enough to fill a large GPU four times over
 KNOTS = 128  # of a profile that a program compares with at once
+RANK = 128  # of a bank, a tile of which takes shared memory
 NONE, PROFILE, BANK, POWER, ROW = 0, 4, 6, 8, 9  # as in kernels.py, fused.py and decode_kernels.py
 
 
@@ -79,7 +80,7 @@ def _decode(q: _T, k: _T, v: _T, bias: _O, real: _O, count: _O, a: _O, b: _O, c:
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, H // Hkv, Tq, Tk, scale / math.log(2), stretch,
             H * Tq == Hkv, stretches == 1, F, num_warps=4,
-            num_stages=1 if q.dtype == torch.float32 and DP > 64 else 3,  # more do not fit on small GPUs
+            num_stages=1 if F.EXACT and max(DP, 2 * F.RP) > 64 else 3,  # more do not fit on small GPUs
         )  # fmt: skip
         if stretches > 1:
             combine[(B * H * Tq,)](out, part, top, total, *out.stride()[:3], H, Tq, stretches, 32, F, num_warps=4)
@@ -119,6 +120,8 @@ def computes(terms: list[Term], layout: Layout) -> bool:
     term = terms[0] if terms else None
     if isinstance(term, Potential):
         return layout.causal or term.log  # else |S_i - S_j| counts
+    if isinstance(term, Bank):
+        return term.bank.shape[0] <= RANK
     if not isinstance(term, Profile):
         return True
     knots = term.knots.numel()

@@ -216,6 +216,9 @@ def test_what_the_kernels_do_not_do_is_said():
     with pytest.raises(UserError, match="values as wide as queries, and these have 4 and 8 features"):
         relpos.attention(q, k, narrow, "alibi", impl="fused")
     assert relpos.attention(q, k, narrow, "alibi").shape == (1, 2, 1, 4)
+    with pytest.raises(UserError, match="these are torch.float32 and torch.float16"):
+        relpos.attention(q.half(), k.half(), k, "alibi", impl="fused")
+    assert relpos.attention(q.half(), k.half(), k, "alibi").dtype == torch.float32
     with pytest.raises(UserError, match="at most 65,535 heads of all texts together"):
         relpos.attention(many, many, many, "alibi", impl="fused")
     apart = 3 * torch.arange(20, device=DEVICE)[None]

@@ -102,6 +102,8 @@ def obstacle(
         return f"its tiles hold heads of at most 128 features, not {q.shape[-1]}"
     if v.shape[-1] != q.shape[-1]:
         return f"its tiles hold values as wide as queries, and these have {v.shape[-1]} and {q.shape[-1]} features"
+    if v.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):  # which converts them
+        return f"it multiplies values of the queries' dtype, and these are {v.dtype} and {q.dtype}"
     if q.shape[0] * q.shape[1] > 65535:
         return "a GPU launches at most 65,535 heads of all texts together: split the batch"
     if not rescores and decode.serves(q, k, v, terms, layout):

@@ -144,6 +144,11 @@ def test_queries_in_the_middle(spec):
     compare(spec, torch.float32, Tq=11, q_offset=torch.tensor([3, 20]))
 
 
+def test_offsets_of_a_dtype_that_holds_no_length():
+    offset = torch.tensor([3, 100], dtype=torch.int8)
+    compare("none", torch.float32, T=130, Tq=5, heads=1, key_heads=1, q_offset=offset)
+
+
 @pytest.mark.parametrize("spec", KINDS)
 def test_window(spec):
     compare(spec, HALF, window=9)

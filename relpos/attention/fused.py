@@ -651,7 +651,8 @@ def attend(
         q, k, v = _take(q, q_order), _take(k, order), _take(v, order)
         terms = [_reorder(term, q_order, order, B) for term in terms]
     elif isinstance(offset, Tensor):
-        meta = torch.stack((offset, torch.full_like(offset, layout.Tk)), -1).int()
+        offset = offset.int()  # before it stands beside Tk, which an int8 cannot hold
+        meta = torch.stack((offset, torch.full_like(offset, layout.Tk)), -1)
     if layout.cu_seqlens is not None:
         borders = layout.cu_seqlens.int()
         number = torch.bucketize(torch.arange(layout.Tk, device=q.device), layout.cu_seqlens, right=True)

@@ -402,6 +402,22 @@ def test_decoding_with_a_potential_that_rises_and_falls(causal, log):
     torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("key_heads", [2, 1])
+def test_decoding_with_a_bank_of_large_values(key_heads):
+    """Rounded to 16 bits they would be off by more than the products of q and k."""
+    q, k, v = (torch.randn(1, h, t, 8, device=DEVICE, dtype=torch.float64) for h, t in ((2, 1), *2 * [(key_heads, 70)]))
+    rows, bank = (x + 0.3 * torch.randn(*s, device=DEVICE).double() for x, s in ((2, (1, 2, 1, 5)), (6, (5, 40))))
+    layout = relpos.terms.Layout(Tq=1, Tk=70, device=q.device)
+    found = []
+    for impl, dtype in (("fused", HALF), ("reference", HALF), ("reference", torch.float64)):
+        q, k, v = (x.to(HALF).to(dtype) for x in (q, k, v))
+        wide = torch.promote_types(dtype, torch.float32)
+        with torch.no_grad():
+            found.append(attend_terms(q, k, v, [relpos.terms.Bank(rows.to(wide), bank.to(wide))], layout, impl=impl))
+    ours, eager = ((x.double() - found[2]).norm() for x in found[:2])
+    assert 0 < ours <= 2 * eager
+
+
 def test_decoding_with_knots_that_the_kernel_is_told_of():
     """Too many of them, or a rate for each head."""
     compare_decoded(f"fire:width={decode.KNOTS + 1}", HALF, heads=2, key_heads=2, T=70)

@@ -56,9 +56,10 @@ def _decode(q: _T, k: _T, v: _T, bias: _O, real: _O, count: _O, a: _O, b: _O, c:
         strides = [0 if b is None or b.shape[0] == 1 else b.stride(0), 0, 0]
         size, knots = int(a.numel() > 1), c.numel()
         flags |= {"KNOTS": knots, "KP": max(2, _power(knots))}
-    elif a is not None and c is not None and kind == BANK:
-        strides, size = [*a.stride()[:2], 0], c.shape[1]
-        flags["RP"] = c.shape[0]
+    elif a is not None and b is not None and kind == BANK:
+        rank, size = b.shape
+        strides = [0 if a.shape[0] == 1 else a.stride(0), a.stride(1), rank]  # a gate has no place here
+        flags["RP"] = max(16, _power(rank))
     elif a is not None:
         size = a.shape[-1]
         flags["GATED"] = c is not None
@@ -80,7 +81,7 @@ def _decode(q: _T, k: _T, v: _T, bias: _O, real: _O, count: _O, a: _O, b: _O, c:
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, H // Hkv, Tq, Tk, scale / math.log(2), stretch,
             H * Tq == Hkv, stretches == 1, F, num_warps=4,
-            num_stages=1 if F.EXACT and max(DP, 2 * F.RP) > 64 else 3,  # more do not fit on small GPUs
+            num_stages=1 if F.EXACT and max(DP, 2 * F.RP) > 64 else 2 if F.RP > 32 else 3,  # small GPUs hold no more
         )  # fmt: skip
         if stretches > 1:
             combine[(B * H * Tq,)](out, part, top, total, *out.stride()[:3], H, Tq, stretches, 32, F, num_warps=4)

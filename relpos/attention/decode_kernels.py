@@ -13,7 +13,6 @@ import triton.language as tl
 
 from relpos.attention.kernels import (
     BANK,
-    BANK_BEFORE,
     DISTANCE,
     LOG,
     LOG2E,
@@ -33,7 +32,7 @@ ROW = tl.constexpr(9)
 @triton.jit
 def _of_rows(h, ok, b, t, F: tl.constexpr):
     """What the term keeps of each row, [rows, 1]: slope, S or rate; gate, or slope by rate. Of a profile with knots
-    these, [KP, 1], and rho. Of a bank its rows, [ROWS, RP]."""
+    these, [KP, 1], and rho. Of a bank the row's own weights, [rows, RP]."""
     x = h.to(tl.float32)
     y = x
     if F.KIND == SLOPE:
@@ -50,8 +49,8 @@ def _of_rows(h, ok, b, t, F: tl.constexpr):
         x = tl.load(t.c + n, mask=n < F.KNOTS, other=float("inf"))
         y = tl.load(t.b + b * t.q_b)
     if F.KIND == BANK:
-        x = tl.load(t.a + b * t.q_b + h * t.k_b + tl.arange(0, F.RP)[None, :], mask=ok, other=0.0)
-        x = tl.broadcast_to(x, (F.BM, F.RP))
+        r = tl.arange(0, F.RP)[None, :]
+        x = tl.load(t.a + b * t.q_b + h * t.k_b + r, mask=ok & (r < t.g_b), other=0.0)
     return x, y
 
 
@@ -59,13 +58,14 @@ def _of_rows(h, ok, b, t, F: tl.constexpr):
 def _add_row(s, x, y, rate, h, ok, j, d, b, Tk, c2, t, F: tl.constexpr):
     """Scores [ROWS, BN] in units of log 2 with the term of the keys j [BN], at distances d >= 0, added; s comes as
     q . k. `ok` [rows, BN]."""
-    if F.KIND == BANK:
+    s *= c2
+    if F.KIND == BANK:  # in float32: where there is one query, rounding it would save nothing
         r = tl.arange(0, F.RP)[:, None]
-        at = tl.minimum(d + BANK_BEFORE, t.size - 1)[None, :]  # there are zeros at the end
-        z = tl.dot(x, tl.load(t.c + r * t.size + at), input_precision="ieee")
-        s = s * c2 + z * LOG2E if x.dtype == tl.float16 else (s + z) * c2  # as the host divides it by the scale
-    else:
-        s *= c2
+        of_key = tl.load(t.b + r * t.size + d[None, :], mask=(r < t.g_b) & (d < t.size)[None, :], other=0.0)
+        if x.shape[0] == 1:
+            s += tl.sum(tl.trans(x) * of_key, 0)[None, :] * LOG2E
+        else:
+            s += tl.dot(x, of_key, input_precision="ieee") * LOG2E
     if F.KIND == SLOPE:
         s += x * d.to(tl.float32)[None, :]
     if F.KIND == POTENTIAL or F.KIND == LOG:

@@ -584,9 +584,9 @@ def _for_products(term: Bank, scale: float, dtype: torch.dtype, B: int) -> tuple
 
 
 def _operands(
-    terms: list[Term], layout: Layout, scale: float, dtype: torch.dtype, B: int
+    terms: list[Term], layout: Layout, scale: float, dtype: torch.dtype | None, B: int
 ) -> tuple[list[Tensor | None], int, int]:
-    """The kernels' operands a .. e; the kind; the origin."""
+    """The kernels' operands a .. e; the kind; the origin. `dtype` is that of products; None: nothing is rounded."""
     term = terms[0] if terms else None
     given: list[Tensor] = []
     kind = origin = 0
@@ -606,8 +606,10 @@ def _operands(
     elif isinstance(term, Distance):
         kind, given, origin = DISTANCE, [term.values], term.origin
     elif isinstance(term, Bank):
-        rows, bank = _for_products(term, scale, dtype, B)
-        return [rows, _flat(term.bank), bank, None, None], BANK, 0
+        if dtype is not None:
+            rows, bank = _for_products(term, scale, dtype, B)
+            return [rows, _flat(term.bank), bank, None, None], BANK, 0
+        kind, given = BANK, [term.query, term.bank]
     return [*map(_flat, given), *[None] * (5 - len(given))], kind, origin
 
 
@@ -635,7 +637,7 @@ def attend(
     B = q.shape[0]
     if decode.serves(q, k, v, terms, layout):
         known = decode.computes(terms, layout)
-        operands = _operands(terms, layout, scale, q.dtype, B) if known else None
+        operands = _operands(terms, layout, scale, None, B) if known else None
         return decode.attend(q, k, v, terms, layout, scale, operands)
     meta = docs = back = real = None
     offset: int | Tensor = layout.Tk - layout.Tq if layout.q_offset is None else layout.q_offset

@@ -344,7 +344,7 @@ def test_decoding_the_last_token(case, monkeypatch):
     for dtype in DTYPES:
         compare_decoded(case.spec, dtype, heads=4, key_heads=2, T=T)
         compare_decoded(case.spec, dtype, heads=3, key_heads=3, T=T if dtype == HALF else 37)
-    compare_decoded(case.spec, HALF, heads=4, key_heads=2, T=T, window=9)
+    compare_decoded(case.spec, HALF, heads=4, key_heads=2, T=2 * T, window=70)
     mask = torch.ones(2, T, dtype=torch.bool, device=DEVICE)
     mask[0, :7] = mask[0, 30:33] = False
     compare_decoded(case.spec, torch.float32, heads=2, key_heads=1, T=T, key_padding_mask=mask)

@@ -53,10 +53,10 @@ def check(found: list, names: list[str]) -> None:
         assert kernel.metadata.shared <= SHARED, (name, kernel.metadata.shared)
 
 
-def terms_of(spec: str, head_dim: int, Tq: int):
+def terms_of(spec: str, head_dim: int, Tq: int, Tk: int = LENGTH, B: int = 1):
     encoding = build(spec, heads=2, head_dim=head_dim)
-    hidden = torch.randn(1, LENGTH, 2 * head_dim) if encoding.content else None
-    layout = Layout(Tq=Tq, Tk=LENGTH, device=torch.device("cpu"))
+    hidden = torch.randn(B, Tk, 2 * head_dim) if encoding.content else None
+    layout = Layout(Tq=Tq, Tk=Tk, device=torch.device("cpu"))
     return prepare(encoding, layout, hidden)[1], layout
 
 
@@ -104,6 +104,17 @@ def test_decoding_with_banks_of_many_profiles(compiled):
             fused.attend(k[:, :, :1], k, k, terms, layout, 0.125)
     check(compiled, 3 * ["partial", "combine"])
     assert max(kernel.metadata.shared for _, kernel in compiled) <= 99 << 10
+
+
+@pytest.mark.parametrize("spec", ["t5", "cable", "fox"])
+def test_generating_compiles_once(spec, compiled):
+    """Lengths, strides and places in a cache change with every token."""
+    with torch.no_grad():
+        for T in range(200, 209):
+            terms, layout = terms_of(spec, 64, 1, T, 2)
+            q, k = torch.zeros(2, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(2, 2, T, 64, dtype=torch.bfloat16)
+            fused.attend(q, k, k, terms, replace(layout, window=150), 0.125)
+    assert len(compiled) == 18 and len({id(kernel) for _, kernel in compiled}) == 2
 
 
 def test_the_rest_of_a_model(compiled):

@@ -67,9 +67,11 @@ def _decode(q: _T, k: _T, v: _T, bias: _O, real: _O, count: _O, a: _O, b: _O, c:
         **flags, CAUSAL=True, CANCEL=False, EXACT=q.dtype == torch.float32, D=D, DP=DP, DOCS=False,
         META=real is not None, WINDOW=window, EVEN=False, BM=ROWS, BN=64,
     )  # fmt: skip
-    stretches = max(1, min(-(-Tk // STRETCH), -(-PROGRAMS // (B * Hkv))))
-    stretch = -(-Tk // (64 * stretches)) * 64
-    stretches = -(-Tk // stretch)
+    # Of a window no more than it can see, unless some of that is padding.
+    first = max(0, Tk - window) // 64 * 64 if window and real is None else 0
+    stretches = max(1, min(-(-(Tk - first) // STRETCH), -(-PROGRAMS // (B * Hkv))))
+    stretch = -(-(Tk - first) // (64 * stretches)) * 64
+    stretches = -(-(Tk - first) // stretch)
     part, top, total = out, out, out  # never read
     if stretches > 1:
         part = q.new_empty(B, H, Tq, stretches, DP, dtype=torch.float32)
@@ -79,8 +81,8 @@ def _decode(q: _T, k: _T, v: _T, bias: _O, real: _O, count: _O, a: _O, b: _O, c:
             q, k, v, *(q if x is None else x for x in (bias, real, count)), out, part, top, total,
             *(q if x is None else x for x in (a, b, c, d, e)), *strides, size, origin,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-            0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, H // Hkv, Tq, Tk, scale / math.log(2), stretch,
-            H * Tq == Hkv, stretches == 1, F, num_warps=4,
+            0 if bias is None or bias.shape[0] == 1 else H * Tq * Tk, H, H // Hkv, Tq, Tk, scale / math.log(2), first,
+            stretch, H * Tq == Hkv, stretches == 1, F, num_warps=4,
             num_stages=1 if F.EXACT and max(DP, 2 * F.RP) > 64 else 2 if F.RP > 32 else 3,  # small GPUs hold no more
         )  # fmt: skip
         if stretches > 1:

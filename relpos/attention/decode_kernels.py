@@ -89,15 +89,17 @@ def _add_row(s, x, y, rate, h, ok, j, d, b, Tk, c2, t, F: tl.constexpr):
     return s
 
 
-@triton.jit(do_not_specialize=["Tk"])  # it grows by one with every token
+# What changes with every token, and what lies in a cache at changing places, must not be compiled for again.
+@triton.jit(do_not_specialize=["Tk", "first", "t_q", "t_k", "t_g", "t_size", "TA", "TB", "TC"])
 def partial(
     Q, K, V, Bias, Real, Count, Out, Part, Top, Sum, TA, TB, TC, TD, TE, t_q, t_k, t_g, t_size, t_origin, q_b, q_h,
-    q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, bias_b, H, GROUP, Tq, Tk, c2, stretch, ALONE: tl.constexpr,
+    q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, bias_b, H, GROUP, Tq, Tk, c2, first, stretch, ALONE: tl.constexpr,
     WHOLE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """Of each row and stretch the sum of the values, `Part` [B, H, Tq, stretches, DP], the largest score and the sum of
-    the weights; or, if one stretch is the WHOLE text, its output. ALONE: there is one row, and no term of others.
-    `Real` [B, Tk]: whether a key is none of padding; `Count` [B, Tk]: how many are not, up to it."""
+    """Of each row and stretch of the keys from `first` on the sum of the values, `Part` [B, H, Tq, stretches, DP], the
+    largest score and the sum of the weights; or, if one stretch is the WHOLE of them, the output. ALONE: there is one
+    row, and no term of others. `Real` [B, Tk]: whether a key is none of padding; `Count` [B, Tk]: how many are not, up
+    to it."""
     n = tl.program_id(0)
     HKV = H // GROUP
     b = (tl.program_id(1) // HKV).to(tl.int64)
@@ -121,15 +123,13 @@ def partial(
     acc = _zeros(F.BM, F.DP)
     top = _nothing(F.BM)
     total = tl.zeros_like(top)
-    begin = n * stretch
-    if F.WINDOW > 0 and not F.META:
-        begin = tl.maximum(begin, (Tk - F.WINDOW) // F.BN * F.BN)
     if F.META:
         Real += b * Tk
         Count += b * Tk
         last = tl.load(Count + Tk - 1)
         seen = tl.load(Real + Tk - 1) != 0  # a query that is padding sees nothing
-    for start in range(begin, tl.minimum((n + 1) * stretch, Tk), F.BN):
+    begin = first + n * stretch
+    for start in range(begin, tl.minimum(begin + stretch, Tk), F.BN):
         j = start + tl.arange(0, F.BN)
         ok = j < Tk
         d = tl.maximum(Tk - 1 - j, 0)

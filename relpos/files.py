@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from relpos.errors import UserError
+
+MANIFEST = "checkpoint.json"  # in a checkpoint: its files and their sizes
 
 
 def whole(path: Path, put: Callable[[Path], Any]) -> Path:
@@ -62,16 +63,25 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint in a run, in the order of training."""
-    found = []
-    for path in folder.glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
-        if match and (path / "config.json").is_file():
-            found.append((int(match.group(1)), path))
-    return sorted(found)
+    """(step, folder) of every checkpoint in a run, whole or not, in the order of training."""
+    named = ((path.name.removeprefix("checkpoint-"), path) for path in folder.glob("checkpoint-*") if path.is_dir())
+    return sorted((int(step), path) for step, path in named if step.isdecimal())
+
+
+def complete(checkpoint: Path) -> bool:
+    """Whether this is a whole checkpoint: the files its list names, with their sizes. Where no run of ours left it, and
+    so no list, a model must do."""
+    if not (checkpoint / MANIFEST).exists() and not (checkpoint.parent / "run.json").exists():
+        return (checkpoint / "config.json").is_file()
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return all((checkpoint / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def final(folder: Path) -> Path:
-    """The model of a run folder: its own, or the last checkpoint's where the run has not ended yet."""
-    found = [] if (folder / "config.json").is_file() else checkpoints(folder)
-    return found[-1][1] if found else folder
+    """The model of a run folder: its own, or its last whole checkpoint where the run has not ended yet."""
+    if (folder / "config.json").is_file():
+        return folder
+    return next((path for _, path in reversed(checkpoints(folder)) if complete(path)), folder)

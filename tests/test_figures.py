@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import matplotlib
@@ -198,6 +199,13 @@ def test_the_same_heads_through_training(run, tmp_path):
         model = RelPosForCausalLM.from_pretrained(run / f"checkpoint-{step}")
         own = relpos.bias_matrix(model.base_model.encodings[-1], 32)
         np.testing.assert_array_equal(numbers["bias"][index], own[:2].detach().numpy())
+
+
+def test_a_checkpoint_that_is_not_whole_is_not_drawn(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "checkpoint-20" / "checkpoint.json").write_text('{"files": {"model.safetensors": 1}}')
+    figures.write([tmp_path / "run"], out=tmp_path, checkpoints=True, heads="1", length=16, format="png")
+    assert np.load(tmp_path / "run-training.npz")["steps"].tolist() == [10]
 
 
 def test_a_model_in_memory_and_a_capture_file(run, tmp_path):

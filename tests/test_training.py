@@ -26,9 +26,11 @@ from transformers import TrainerCallback
 from relpos.data import prepare, tokenizer
 from relpos.encodings import Encoding
 from relpos.errors import UserError
+from relpos.files import final
 from relpos.models import RelPosConfig, RelPosForCausalLM
 from relpos.training import Settings, decayed, presets, train
 from relpos.training.presets import parse_config, parse_overrides, shape
+from relpos.training.trainer import last_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
@@ -190,6 +192,31 @@ def test_killed_run_resumes_bit_for_bit(data, tmp_path):
     train(settings(data, out, **recipe), resume=True, given=set())
     assert metrics.read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_only_a_whole_model_is_taken_from_a_run(data, tmp_path, monkeypatch):
+    """By the commands that read a run that has not ended, as by --resume."""
+    out, plain = tmp_path / "run", os.replace
+
+    def killed(source, target):
+        plain(source, target)
+        if Path(target) in (out / "config.json", out / "model.safetensors"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", killed)
+        train(settings(data, out))
+    assert final(out) == out / "checkpoint-12" == last_checkpoint(out)[1]  # half of the model lies in the run itself
+    os.truncate(out / "checkpoint-12" / "model.safetensors", 100)
+    assert final(out) == out / "checkpoint-8" == last_checkpoint(out)[1]
+    (out / "checkpoint-8" / "checkpoint.json").unlink()
+    assert final(out) == out / "checkpoint-4" == last_checkpoint(out)[1]
+    shutil.rmtree(out / "checkpoint-4")
+    assert final(out) == out and last_checkpoint(out)[1] is None
+    (out / "run.json").unlink()  # a trainer that lists no files
+    assert final(out) == out / "checkpoint-8"
+    train(settings(data, tmp_path / "whole"))
+    assert final(tmp_path / "whole") == tmp_path / "whole"
 
 
 class FullDisk(TrainerCallback):

@@ -29,9 +29,9 @@ from relpos.figures import sheet as _sheet
 from relpos.figures import training as _training
 from relpos.figures import window as _window
 from relpos.figures.maps import Maps
-from relpos.figures.sources import Source, check_source, checkpoints, parse_heads, reads_text, resolve, shipped
+from relpos.figures.sources import Source, check_source, parse_heads, reads_text, resolve, shipped
 from relpos.figures.style import DPI, Figure
-from relpos.files import whole
+from relpos.files import checkpoints, complete, whole
 
 __all__ = ["FORMATS", "VIEWS", "Figure", "Options", "figure", "write"]
 
@@ -247,9 +247,12 @@ def _draw_difference(first: Capture, second: Capture, options: Options) -> Drawn
 
 
 def _draw_training(folder: Path, options: Options) -> Drawn:
-    found = checkpoints(folder)
+    found = [(step, path) for step, path in checkpoints(folder) if complete(path)]
     if not found:
-        raise UserError(f"{str(folder)!r} holds no checkpoints: expected folders checkpoint-100, checkpoint-200, ...")
+        raise UserError(
+            f"{str(folder)!r} holds no checkpoints: expected folders checkpoint-100, checkpoint-200, ..., with all the "
+            "files that their checkpoint.json lists"
+        )
     if len(found) > MAX_CHECKPOINTS:  # evenly spaced, first and last among them
         picks = np.linspace(0, len(found) - 1, MAX_CHECKPOINTS).round().astype(int)
         found = [found[pick] for pick in picks]

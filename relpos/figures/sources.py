@@ -14,7 +14,7 @@ from relpos import capture as captures
 from relpos import encodings
 from relpos.capture import Capture
 from relpos.errors import UserError
-from relpos.files import checkpoints, final
+from relpos.files import final
 
 SHIPPED = Path(captures.__file__).with_name("shipped")
 # What `relpos figure` draws when nothing is named, in the order of the CABLE paper's figures 8 to 15.
@@ -38,10 +38,6 @@ def shipped() -> list[Path]:
     if missing:
         raise UserError(f"this installation of relpos lacks its captures {', '.join(missing)}: install it again")
     return files
-
-
-def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() or bool(checkpoints(folder))
 
 
 def reads_text(what: Source) -> bool:
@@ -75,7 +71,7 @@ def resolve(
         return captures.from_model(what, text=text, tokens=tokens, length=length or 512, layers=layers, name=name)
     path = Path(what)
     is_dir, is_file = os.path.isdir(path), os.path.isfile(path)  # unlike Path's, they know no name that is too long
-    if is_dir and _is_model(path):
+    if is_dir and (final(path) / "config.json").is_file():
         return captures.from_model(
             final(path), text=text, tokens=tokens, length=length or 512, layers=layers, name=name or path.resolve().name
         )

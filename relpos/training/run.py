@@ -668,7 +668,7 @@ def _announce(
 
 
 def _save_final(trainer: RelPosTrainer, out: Path, main: bool) -> None:
-    """The model into RUN itself: staged, then file by file, the weights last."""
+    """The model into RUN itself: staged, then file by file, last the one by which a folder is known to hold a model."""
     staged = out / ".final"
     try:
         if main:
@@ -676,7 +676,7 @@ def _save_final(trainer: RelPosTrainer, out: Path, main: bool) -> None:
         trainer.save_model(str(staged), _internal_call=True)
         if main:
             sync_folder(staged)
-            for path in sorted(staged.iterdir(), key=lambda p: p.suffix == ".safetensors"):
+            for path in sorted(staged.iterdir(), key=lambda p: p.name == "config.json"):
                 os.replace(path, out / path.name)
             staged.rmdir()
     except Exception as error:  # OSError, SafetensorError

@@ -24,8 +24,8 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from relpos.encodings import Encoding
 from relpos.errors import UserError
+from relpos.files import MANIFEST, checkpoints, complete
 
-MANIFEST = "checkpoint.json"
 TRAINER_STATE = "trainer_state.json"
 GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that record CUDA graphs
 
@@ -40,29 +40,10 @@ def decayed(model: nn.Module, decay_encodings: bool = False) -> list[str]:
     return [name for name, p in model.named_parameters() if p.dim() >= 2 and id(p) not in spared]
 
 
-def complete(folder: Path) -> bool:
-    """Whether this is a whole checkpoint: the files its list names, with their sizes."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """The checkpoints of a run, whole or not, the latest first."""
-    found = []
-    for path in run.glob("checkpoint-*"):
-        step = path.name.removeprefix("checkpoint-")
-        if step.isdecimal() and path.is_dir():
-            found.append((int(step), path))
-    return sorted(found, reverse=True)
-
-
 def last_checkpoint(run: Path) -> tuple[int, Path | None, list[Path]]:
     """Step and folder of the last whole checkpoint (0 and None where there is none), and what was passed over."""
     skipped: list[Path] = []
-    for step, path in checkpoints(run):
+    for step, path in reversed(checkpoints(run)):
         if complete(path):
             return step, path, skipped
         skipped.append(path)

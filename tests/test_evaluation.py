@@ -14,6 +14,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -849,6 +850,30 @@ def test_a_length_without_room_for_the_prompt_is_said_before_any_work(byte_run, 
     assert f"tokenizer of {byte_run}" in said.err and said.out == "" and not (tmp_path / "out").exists()
     assert command("passkey", byte_run, "--lengths", shortest, *options) == 0
     assert results.read_json(tmp_path / "out" / "run.passkey.json")["results"][0]["status"] == "ok"
+
+
+def test_of_a_run_that_has_not_ended_the_last_checkpoint_is_measured(byte_run, tmp_path, capsys, monkeypatch):
+    from relpos.evaluation import harness
+
+    run = tmp_path / "young"
+    for step in (20, 100, 120):
+        shutil.copytree(byte_run, run / f"checkpoint-{step}")
+    (run / "checkpoint-120" / "checkpoint.json").write_text('{"files": {"model.safetensors": 1}}')  # cut off
+    (np.arange(300) % 256).astype("<u2").tofile(tmp_path / "text.bin")
+    said = f"{run} has not ended: its last checkpoint is measured, checkpoint-100\n"
+    shared = ("--out", tmp_path / "out", "--lengths")
+    assert command("evaluate", run, "--data", tmp_path / "text.bin", *shared, 64) == 0
+    assert capsys.readouterr().err.startswith(said)
+    assert command("passkey", run, *shared, 400, "--depths", "0", "--keys", "1") == 0
+    assert capsys.readouterr().err.startswith(said)
+    for kind in ("json", "passkey.json"):
+        assert results.read_json(tmp_path / "out" / f"young-checkpoint-100.{kind}")["model"]["path"] == "checkpoint-100"
+    with monkeypatch.context() as patch:
+        patch.setattr(harness, "_library", MagicMock())
+        patch.setattr(harness, "load_model", MagicMock(side_effect=UserError("enough")))
+        assert command("harness", run, "--tasks", harness.__file__) == 2
+        assert harness.load_model.call_args.args == (str(run / "checkpoint-100"),)
+    assert capsys.readouterr().err.startswith(said)
 
 
 # The harness.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from relpos.errors import UserError
 from relpos.evaluation.scoring import load_model, load_tokenizer, pick_device, pick_dtype, release
 from relpos.evaluation.sharing import World
+from relpos.files import final
 
 
 @dataclass
@@ -28,6 +31,16 @@ class Outcome:
             return False
         entries = self.value["protocols"].values() if "protocols" in self.value else [self.value]
         return all(row["status"] in ("ok", "unsupported") for entry in entries for row in entry["results"])
+
+
+def model_folder(path: str | Path) -> str:
+    """The folder of the model that is meant: of a run that has not ended its last checkpoint, which is said."""
+    found = final(Path(path)) if os.path.isdir(path) else Path(path)
+    if found == Path(path):  # a name on the hub, too
+        return str(path)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{path} has not ended: its last checkpoint is measured, {found.name}", file=sys.stderr, flush=True)
+    return str(found)
 
 
 def names_of(paths: list[str]) -> list[str]:
@@ -59,7 +72,8 @@ def each_folder(
     world = World()
     where = pick_device(device, world.local_rank)
     how = pick_dtype(dtype, where)
-    unique = list(dict.fromkeys(str(p) for p in paths))
+    # Those that the first process saw: a run may write a checkpoint meanwhile.
+    unique = list(dict.fromkeys(world.gather([str(p) for p in paths])[0]))
     outcomes = [Outcome(name, path) for name, path in zip(names_of(unique), unique, strict=True)]
     for outcome in outcomes:
         model = None

@@ -14,6 +14,7 @@ from typing import Any
 
 from relpos.errors import UserError, nearest
 from relpos.evaluation import result
+from relpos.evaluation.folders import model_folder, names_of
 from relpos.evaluation.scoring import load_model, load_tokenizer, pick_device, pick_dtype, position_limit
 
 UNCAPPED = 1 << 20
@@ -70,6 +71,7 @@ def harness(
         if task not in known and not Path(task).is_file():
             hint = nearest(task, known).partition(" Known:")[0]
             raise UserError(f"the harness has no task {task!r}.{hint} `lm-eval ls tasks` lists them")
+    path = model_folder(path)
     where = pick_device(device)
     model = load_model(path, device=where, dtype=pick_dtype(dtype, where), impl=impl)
     tokenizer = load_tokenizer(path)
@@ -89,7 +91,7 @@ def harness(
         "format": FORMAT,
         "format_version": result.FORMAT_VERSION,
         "model": {
-            "name": Path(path).name,
+            "name": names_of([path])[0],
             "class": type(model).__name__,
             "dtype": str(model.dtype).removeprefix("torch."),
         },

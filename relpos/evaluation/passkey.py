@@ -27,7 +27,7 @@ import numpy as np
 
 from relpos.errors import UserError
 from relpos.evaluation import result
-from relpos.evaluation.folders import Outcome, each_folder
+from relpos.evaluation.folders import Outcome, each_folder, model_folder
 from relpos.evaluation.perplexity import Failure, Partial, about_model, cost_per_token, explain
 from relpos.evaluation.scoring import Scorer, load_tokenizer, release
 from relpos.evaluation.sharing import World, progress
@@ -316,6 +316,7 @@ def passkey_folders(
                 f"{path}; write --lengths {shortest} or more"
             )
 
+    paths = [model_folder(path) for path in paths]
     for path in paths:  # before any model is read
         if (Path(path) / "config.json").is_file():
             check(load_tokenizer(path), path)

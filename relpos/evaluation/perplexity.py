@@ -26,7 +26,7 @@ import torch
 from relpos.errors import UserError
 from relpos.evaluation import protocols, result, statistics
 from relpos.evaluation.context import effective_context
-from relpos.evaluation.folders import Outcome, each_folder
+from relpos.evaluation.folders import Outcome, each_folder, model_folder
 from relpos.evaluation.protocols import Settings, Windows
 from relpos.evaluation.scoring import (
     Scorer,
@@ -482,6 +482,8 @@ def evaluate_folders(
         raise UserError(
             f"there is no text {str(data)!r}: expected a prepared folder, a .bin or .bin.xz, or a text file"
         )
+
+    paths = [model_folder(path) for path in paths]
 
     def work(model: Any, tokenizer: Any, outcome: Outcome, file: Path, world: World) -> dict[str, Any]:
         text = open_text(data, tokenizer, split=split, eot=eot, max_tokens=max_tokens, model_folder=outcome.path)

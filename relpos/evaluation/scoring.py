@@ -68,10 +68,8 @@ def load_model(path: str | Path, *, device: torch.device, dtype: torch.dtype, im
             raise UserError(f"{path} is a file; a model is a folder with config.json and its weights")
         if not (folder / "config.json").is_file():
             inside = sorted(p.name for p in folder.iterdir())[:8]
-            last = sorted(folder.glob("checkpoint-*"), key=lambda p: (len(p.name), p.name))
             models = sorted(str(p.parent) for p in folder.glob("*/config.json"))
             hint = f"; name what is in it: {' '.join(models[:8])}" if models else ""
-            hint = f"; its last checkpoint is {last[-1]}" if last else hint
             holds = ", ".join(inside) if inside else "nothing"
             raise UserError(f"{path} is no model: it has no config.json (it holds {holds}){hint}")
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or folder.parent.is_dir():  # else a name on the hub

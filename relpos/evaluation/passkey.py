@@ -209,7 +209,9 @@ def passkey(
     partial = Partial(None if out is None else out.with_name(out.name + ".partial"), parts, world)
     cells = [(T, d) for T in grid.lengths for d in grid.depths]
     mine: dict[tuple[int, float], np.ndarray] = {}
-    failures: dict[int, Failure] = {}
+    # A study asks for the lengths of its perplexities: some may have no room for the prompt, with whatever model.
+    short = f"a passkey prompt needs at least {prompts.shortest} tokens with this tokenizer"
+    failures = {T: Failure("too short", short) for T in grid.lengths if T < prompts.shortest}
     cost = {T: T * cost_per_token(model, T) for T in grid.lengths}
     share = sum(cost[T] for T, _ in cells[world.rank :: world.size])
     with progress(share, f"{name} passkey", shown and world.first) as bar:

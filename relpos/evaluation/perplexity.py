@@ -98,7 +98,7 @@ class Partial:
 
 @dataclass
 class Failure:
-    status: str  # "unsupported": the model cannot by its nature; "failed": anything else
+    status: str  # "unsupported": the model cannot by its nature; "too short": no prompt fits; "failed": anything else
     reason: str
 
 

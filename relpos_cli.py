@@ -3,8 +3,8 @@
 relpos (and with it torch) is imported only inside a command, so that `relpos --help` answers at once.
 
 A mistake of the user is a `relpos.UserError`: one message on stderr, exit status 2, no traceback. Interrupting exits
-with 130, a pipe whose reader has gone with 141. To add a command, write a function with `@app.command()` below, in the
-place where readers would look for it.
+with 130, a pipe whose reader has gone, or a closed stdout, with 141. To add a command, write a function with
+`@app.command()` below, in the place where readers would look for it.
 """
 
 from __future__ import annotations
@@ -677,6 +677,8 @@ def explore(
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs the command and turns mistakes of the user into one message and exit status 2."""
+    if sys.stdout is None:
+        _without_stdout()
     command = typer.main.get_command(app)
     status = 0
     try:
@@ -703,6 +705,15 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(error, OSError) and error.strerror:  # a path that cannot be used, a full disk
             _fail(f"{error.filename!r}: {error.strerror}" if error.filename is not None else error.strerror)
         raise
+
+
+def _without_stdout() -> None:
+    """`relpos info rope >&-`: Python has no sys.stdout then. A pipe whose reader has gone takes its place, and the rest
+    follows from that. Left closed, its number would go to the first file that a command opens."""
+    read, write = os.pipe()
+    os.close(read)
+    os.dup2(write, 1)
+    sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _reader_gone(status: int) -> None:

@@ -308,6 +308,15 @@ def test_a_reader_that_has_gone(arguments):
     assert (done.returncode, done.stderr) == (141, "")  # as a command that SIGPIPE ends
 
 
+@pytest.mark.parametrize("arguments", ["info rope", "info --help", "--version", "encodings --json"])
+def test_a_closed_stdout(arguments):
+    done = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -m relpos_cli {arguments} >&-'], cwd=ROOT,
+        env={**ENV, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (141, "")  # as with a reader that has gone
+
+
 def test_interrupt_is_quiet(monkeypatch, capsys):
     import relpos_cli
 

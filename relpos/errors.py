@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -22,6 +24,14 @@ def too_large(error: Exception) -> bool:
     """Whether an error says that there is no such number or not so much memory, as PyTorch does in many words."""
     words = ("allocate", "overflow", "out of memory", "Storage size", "too large")
     return not isinstance(error, RuntimeError) or any(word in str(error) for word in words)
+
+
+def several(what: str, given: Any) -> list[Any]:
+    """What is given as a list. UserError for one thing alone: a string would be taken letter by letter."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        one = repr(given) if isinstance(given, (str, int, os.PathLike)) else type(given).__name__
+        raise UserError(f"{what} must be a list, of one too: [{one}], not {one}")
+    return list(given)
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:

@@ -50,7 +50,7 @@ from relpos.capture.record import title_of
 from relpos.data import TokenData
 from relpos.describe import fusable
 from relpos.encodings import Encoding
-from relpos.errors import UserError
+from relpos.errors import UserError, several
 from relpos.evaluation import Settings as Protocol
 from relpos.evaluation import Text, evaluate, open_text
 from relpos.evaluation.passkey import Grid, passkey
@@ -155,7 +155,7 @@ def base_of(spec: str) -> str | None:
 
 def plan(study: Study) -> list[Job]:
     """The models in the order they are made: every encoding as listed with the first seed, then with the next."""
-    specs = list(study.encodings)
+    specs = several("encodings", study.encodings)
     names = [encodings.slug(spec) for spec in specs]
     if not specs or len(set(names)) < len(names):
         raise UserError(f"{', '.join(specs) or 'the list'} names no encoding, or one of them twice")

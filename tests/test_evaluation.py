@@ -453,6 +453,20 @@ def test_bad_options(arguments, message, folder, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_one_thing_where_a_list_is_expected(folder, tmp_path):
+    run = str(folder / "kerple")
+    for call in (
+        lambda: evaluate_folders(run, folder / "text.bin", tmp_path / "out"),
+        lambda: passkeys.passkey_folders(run, tmp_path / "out"),
+        lambda: compare.load(run),
+        lambda: Settings(protocols=run).resolve(),
+    ):
+        with pytest.raises(UserError, match=rf"must be a list, of one too: \['{run}'\], not"):
+            call()
+    with pytest.raises(UserError, match="lengths must be a list"):
+        Settings(64).resolve()
+
+
 def test_a_damaged_xz_and_results_of_other_settings(folder, tmp_path):
     (tmp_path / "cut.bin.xz").write_bytes((folder / "text.bin.xz").read_bytes()[:60])
     with pytest.raises(UserError, match="not a whole xz"):

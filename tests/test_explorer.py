@@ -433,5 +433,7 @@ def test_mistakes_on_the_command_line(tmp_path):
     ]:
         with pytest.raises(UserError, match=words):
             Library(given)
+    with pytest.raises(UserError, match=r"sources must be a list, of one too: \['kerple'\], not 'kerple'"):
+        Library("kerple")
     with pytest.raises(UserError, match="cannot write"):
         explore("kerple", length=4, playground=False).save("/proc/nowhere/page.html")

@@ -488,6 +488,14 @@ def test_a_dollar_sign_is_a_dollar_sign():
     assert labels and all(label.get_parse_math() for label in labels)  # powers of ten stay mathematics
 
 
+def test_one_source_where_a_list_is_expected(tmp_path):
+    with pytest.raises(relpos.UserError, match=r"sources must be a list, of one too: \['alibi'\], not 'alibi'"):
+        figures.write("alibi", out=tmp_path)  # not a, l, i, b, i
+    with pytest.raises(relpos.UserError, match=r"of one too: \[Capture\], not Capture"):
+        figures.write(capture.from_spec("alibi", length=16), out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_arguments_of_the_wrong_type(tmp_path):
     encoding = encodings.build("alibi", heads=2, head_dim=8)
     for wrong in (3, None, ["alibi"], b"alibi", torch.zeros(2, 2), encoding):

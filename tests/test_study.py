@@ -85,6 +85,11 @@ def test_default_list_and_budgets():
     assert study.base_of("rope") is None and study.base_of("dape:base=t5:buckets=16") == "t5:buckets=16,share=false"
 
 
+def test_one_encoding_where_a_list_is_expected():
+    with pytest.raises(UserError, match=r"encodings must be a list, of one too: \['rope'\], not 'rope'"):
+        study.plan(Study(data="nowhere", encodings="rope"))
+
+
 def test_recipe_of_the_issue():
     fixed = study.recipe(Study(data="nowhere"), Job("rope", 0, 48_000_000, False))
     assert (fixed["steps"], fixed["tokens"], fixed["warmup_steps"]) == (733, 733 * 65_536, 37)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from relpos.errors import UserError
+from relpos.errors import UserError, several
 from relpos.evaluation import result
 from relpos.evaluation.statistics import clustered_mean
 from relpos.files import write_text
@@ -35,7 +35,7 @@ class Comparison:
 def load(files: list[str | Path], labels: list[str] | None = None) -> Comparison:
     """Read result files, and folders of them. A file that cannot be read is reported and left out."""
     paths: list[Path] = []
-    for file in map(Path, files):
+    for file in map(Path, several("files", files)):
         if file.is_dir():
             found = sorted(p for p in file.glob("*.json") if _ours(p))
             if not found:

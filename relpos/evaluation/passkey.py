@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from relpos.errors import UserError
+from relpos.errors import UserError, several
 from relpos.evaluation import result
 from relpos.evaluation.folders import Outcome, each_folder, model_folder
 from relpos.evaluation.perplexity import Failure, Partial, about_model, cost_per_token, explain
@@ -318,7 +318,7 @@ def passkey_folders(
                 f"{path}; write --lengths {shortest} or more"
             )
 
-    paths = [model_folder(path) for path in paths]
+    paths = [model_folder(path) for path in several("paths", paths)]
     for path in paths:  # before any model is read
         if (Path(path) / "config.json").is_file():
             check(load_tokenizer(path), path)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from relpos.errors import UserError
+from relpos.errors import UserError, several
 from relpos.evaluation import protocols, result, statistics
 from relpos.evaluation.context import effective_context
 from relpos.evaluation.folders import Outcome, each_folder, model_folder
@@ -483,7 +483,7 @@ def evaluate_folders(
             f"there is no text {str(data)!r}: expected a prepared folder, a .bin or .bin.xz, or a text file"
         )
 
-    paths = [model_folder(path) for path in paths]
+    paths = [model_folder(path) for path in several("paths", paths)]
 
     def work(model: Any, tokenizer: Any, outcome: Outcome, file: Path, world: World) -> dict[str, Any]:
         text = open_text(data, tokenizer, split=split, eot=eot, max_tokens=max_tokens, model_folder=outcome.path)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from relpos.errors import UserError, nearest
+from relpos.errors import UserError, nearest, several
 from relpos.evaluation.text import Text
 
 PROTOCOLS = ("blocks", "sliding", "last")
@@ -43,12 +43,12 @@ class Settings:
 
     def resolve(self, text: Text | None = None) -> Settings:
         """Checked and filled in. What follows from the text (`every`) waits until it is given."""
-        for name in self.protocols:
+        for name in several("protocols", self.protocols):
             if name not in PROTOCOLS:
                 raise UserError(f"there is no protocol {name!r}.{nearest(name, PROTOCOLS)}")
         if self.documents not in DOCUMENTS:
             raise UserError(f"--documents cannot be {self.documents!r}.{nearest(self.documents, DOCUMENTS)}")
-        lengths = tuple(sorted(set(self.lengths)))
+        lengths = tuple(sorted(set(several("lengths", self.lengths))))
         if not lengths or lengths[0] < 1:
             raise UserError(f"lengths must be whole numbers of tokens from 1 on, not {list(self.lengths)}")
         if not self.protocols:

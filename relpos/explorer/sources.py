@@ -19,7 +19,7 @@ from relpos import capture as captures
 from relpos.capture import Capture
 from relpos.capture.model import TEXT, load_model, run_facts
 from relpos.data import tokenizer as tokenizers
-from relpos.errors import UserError
+from relpos.errors import UserError, several
 from relpos.evaluation import compare, result
 from relpos.figures.sources import check_source, resolve, shipped
 from relpos.files import final
@@ -185,7 +185,7 @@ class Library:
     def __init__(self, given: Iterable[Any] = (), *, length: int | None = None):
         if length is not None and not 1 <= length <= captures.MAX_LENGTH:
             raise UserError(f"length must be between 1 and {captures.MAX_LENGTH}, not {length}")
-        given = list(given)
+        given = several("sources", given)
         results = [what for what in given if _is_result(what)]
         others = [what for what in given if not _is_result(what)]
         if not others:

@@ -22,7 +22,7 @@ import numpy as np
 from relpos import capture as captures
 from relpos.capture import Capture
 from relpos.data.progress import Progress
-from relpos.errors import UserError, nearest
+from relpos.errors import UserError, nearest, several
 from relpos.figures import maps as _maps
 from relpos.figures import profile as _profile
 from relpos.figures import sheet as _sheet
@@ -368,7 +368,7 @@ def write(
     written: list[Path] = []
     drawn: list[Drawn] = []
     used: set[str] = set()
-    chosen = list(sources or shipped())
+    chosen = several("sources", sources) or shipped()
     names = [Path(what).name.removesuffix(".safetensors") if isinstance(what, (str, Path)) else "" for what in chosen]
     coming = [*names, *(["contact sheet"] if len(names) > 1 else [])]
     with Progress("drawing", progress) as bar:

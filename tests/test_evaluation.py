@@ -553,6 +553,49 @@ def test_two_processes_equal_one_and_a_killed_run_resumes(one_thread, folder, tm
     assert not list(tmp_path.glob("*/*.partial"))
 
 
+def test_what_failed_is_tried_again(byte_run, tmp_path, capsys, monkeypatch):
+    """And nothing else: the lines of the other lengths stay as they are."""
+    (np.arange(1000) % 256).astype("<u2").tofile(tmp_path / "text.bin")
+    given = {
+        "run.json": ("evaluate", byte_run, "--data", tmp_path / "text.bin", "--lengths", "64,256,400"),
+        "run.passkey.json": ("passkey", byte_run, "--lengths", "256,400", "--depths", "0,1", "--keys", "1"),
+    }
+    asked, full = [], [256]
+
+    def busy(self, length: int) -> None:
+        asked.append(length)
+        if any(abs(length - T) <= 1 for T in full):
+            raise MemoryError
+
+    monkeypatch.setattr(Scorer, "check", busy)
+
+    def run(name: str, *arguments: object) -> tuple[int, list[dict]]:
+        status = command(*given[name], "--out", tmp_path / "out", *arguments)
+        value = results.read_json(tmp_path / "out" / name)
+        entries = value["protocols"].values() if "protocols" in value else [value]
+        return status, [row for entry in entries for row in entry["results"]]
+
+    for name in given:
+        full[:] = [64, 256, 400]
+        assert run(name)[0] == 2  # nothing at all was measured
+        full[:] = [256]
+        status, before = run(name)
+        assert status == 2 and {row["length"] for row in before if row["status"] == "failed"} == {256}
+        full.clear()
+        asked.clear()
+        status, after = run(name)
+        assert status == 0 and asked and not {64, 399, 400} & set(asked)
+        assert "tried again" in capsys.readouterr().err
+        for old, new in zip(before, after, strict=True):
+            assert new == old if old["status"] == "ok" else new["status"] == "ok"
+        asked.clear()
+        assert run(name) == (0, after) and not asked
+        fresh = run(name, "--overwrite")[1]
+        for row in (*after, *fresh):
+            row.pop("seconds", None)
+        assert fresh == after
+
+
 def test_resuming_computes_only_what_is_missing(text, tmp_path, monkeypatch):
     settings = Settings((8, 16), ("blocks",), batch_tokens=16)
     plain = Scorer.losses

@@ -200,14 +200,17 @@ def passkey(
         "device": scorer.device.type,
     }
     identity = result.digest(parts)
+    kept: dict[tuple[str, int], dict[str, Any]] = {}
     if out is not None and out.exists() and not overwrite:
         known = result.read_json(out, (result.PASSKEY,))
         if known.get("identity") != identity:
             raise UserError(f"{out} exists and was made with other settings or weights: --overwrite replaces it")
-        return known
+        kept, whole = result.measured(known)
+        if whole:
+            return known
 
     partial = Partial(None if out is None else out.with_name(out.name + ".partial"), parts, world)
-    cells = [(T, d) for T in grid.lengths for d in grid.depths]
+    cells = [(T, d) for T in grid.lengths if ("passkey", T) not in kept for d in grid.depths]
     mine: dict[tuple[int, float], np.ndarray] = {}
     # A study asks for the lengths of its perplexities: some may have no room for the prompt, with whatever model.
     short = f"a passkey prompt needs at least {prompts.shortest} tokens with this tokenizer"
@@ -215,6 +218,8 @@ def passkey(
     cost = {T: T * cost_per_token(model, T) for T in grid.lengths}
     share = sum(cost[T] for T, _ in cells[world.rank :: world.size])
     with progress(share, f"{name} passkey", shown and world.first) as bar:
+        if kept:
+            bar.say(f"{name}: what failed before is tried again, the rest of {out} is kept")
         for T, depth in cells[world.rank :: world.size]:
             if T in failures:
                 bar.step(cost[T], found=True)
@@ -240,6 +245,9 @@ def passkey(
 
     rows = []
     for T in grid.lengths:
+        if ("passkey", T) in kept:
+            rows.append(kept["passkey", T])
+            continue
         if T in failed:
             rows.append({"length": T, "status": failed[T].status, "reason": failed[T].reason})
             continue

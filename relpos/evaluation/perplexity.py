@@ -124,6 +124,7 @@ class _Job:
     settings: Settings
     plan: dict[tuple[str, int], Windows]
     too_short: dict[int, str]
+    kept: dict[tuple[str, int], dict[str, Any]]  # lines of an earlier result that another length made incomplete
     partial: Partial
     world: World
     bar: Progress
@@ -220,7 +221,6 @@ def _row(
         "tokens_read": int(windows.size.sum()),
         "mean_context": context / tokens,
         "cluster_loss": [round(float(x), 6) for x in cluster_loss],
-        "_cluster_tokens": [int(x) for x in cluster_tokens],
     }
     if with_positions:
         edges = _bins(T)
@@ -336,20 +336,26 @@ def evaluate(
         "settings": settings.as_dict(),
         "device": scorer.device.type,
     }
+    kept: dict[tuple[str, int], dict[str, Any]] = {}
     if out is not None and out.exists() and not overwrite:
         known = result.read_json(out, (result.PERPLEXITY,))
         if known.get("identity") != result.digest(identity):
             raise UserError(f"{out} exists and was made with other settings, data or weights: --overwrite replaces it")
-        return known
+        kept, whole = result.measured(known)
+        if whole:
+            return known
     partial = Partial(None if out is None else out.with_name(out.name + ".partial"), identity, world)
 
     plan = {(p, T): protocols.windows(p, T, text, settings) for p in settings.protocols for T in fit}
-    share = sum(float(w.size.sum()) * cost_per_token(model, T) for (_, T), w in plan.items()) / world.size
+    missing = {place: w for place, w in plan.items() if place not in kept}
+    share = sum(float(w.size.sum()) * cost_per_token(model, T) for (_, T), w in missing.items()) / world.size
     found: dict[str, Any] = {}
     with progress(share, name, shown and world.first) as bar:
         if partial.note:
             bar.say(partial.note)
-        job = _Job(scorer, text, settings, plan, too_short, partial, world, bar, tokenizer)
+        if kept:
+            bar.say(f"{name}: what failed before is tried again, the rest of {out} is kept")
+        job = _Job(scorer, text, settings, plan, too_short, kept, partial, world, bar, tokenizer)
         for protocol in settings.protocols:
             found[protocol] = _protocol(job, protocol)
     value = {
@@ -388,6 +394,7 @@ def _protocol(job: _Job, protocol: str) -> dict[str, Any]:
     targets = plan[protocol, fit[-1]].targets()
     size = _bytes(text, targets, job.tokenizer)
     starts, what = statistics.cluster_borders(text.documents, int(targets.min()), int(targets.max()) + 1)
+    cluster = np.searchsorted(starts, targets, side="right") - 1
     entry: dict[str, Any] = {
         "statement": protocols.statement(protocol, settings, fit[-1]),
         "scored": {
@@ -398,13 +405,16 @@ def _protocol(job: _Job, protocol: str) -> dict[str, Any]:
             "fingerprint": _places(targets),
         },
         "same_tokens_at_every_length": all(_places(plan[protocol, T].targets()) == _places(targets) for T in fit),
-        "clusters": {"what": what},
+        "clusters": {"what": what, "tokens": np.bincount(cluster, minlength=len(starts)).tolist()},
         "results": [],
     }
     for T in settings.lengths:
         if T in job.too_short:
             entry["results"].append({"length": T, "status": "too short", "reason": job.too_short[T]})
             bar.say(f"{bar.label}: {protocol} {T}: {job.too_short[T]}")
+            continue
+        if (protocol, T) in job.kept:
+            entry["results"].append(job.kept[protocol, T])
             continue
         windows = plan[protocol, T]
         losses, failure, seconds = _score(job, protocol, T, cost_per_token(job.scorer.model, T))
@@ -418,7 +428,6 @@ def _protocol(job: _Job, protocol: str) -> dict[str, Any]:
             if size is not None and row["status"] == "ok":
                 row["bits_per_byte"] = row["loss"] * row["tokens"] / math.log(2) / size
         if row["status"] == "ok":
-            entry["clusters"]["tokens"] = row.pop("_cluster_tokens")
             bar.say(f"{bar.label}: {protocol} {T}: perplexity {_shown(row)}")
         else:
             bar.say(f"{bar.label}: {protocol} {T}: {row['reason']}")

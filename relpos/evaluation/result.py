@@ -66,6 +66,15 @@ def read_json(path: str | Path, formats: tuple[str, ...] = (PERPLEXITY, PASSKEY)
     return value
 
 
+def measured(value: dict[str, Any]) -> tuple[dict[tuple[str, int], dict[str, Any]], bool]:
+    """The good lines of a result by protocol and length, and whether the others are for good: a failure may have been
+    the machine's and is tried again, while what a model or a text has no room for stays so."""
+    entries = value["protocols"] if "protocols" in value else {"passkey": value}
+    rows = {(name, row["length"]): row for name, entry in entries.items() for row in entry["results"]}
+    good = {place: row for place, row in rows.items() if row["status"] == "ok"}
+    return good, all(row["status"] != "failed" for row in rows.values())
+
+
 # Of rows that are "ok", what else they must have.
 _PROTOCOL: dict[str, Any] = {
     "statement": {},

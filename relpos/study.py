@@ -628,7 +628,7 @@ class Outcome:
 
     job: Job
     status: str
-    error: str = ""
+    error: str = ""  # of one that is there: what it lacks
 
 
 @dataclass
@@ -804,6 +804,13 @@ def check(study: Study, jobs: list[Job]) -> list[Job]:
     return missing
 
 
+def _there(study: Study, job: Job) -> Outcome:
+    """Weights cannot be kept afterwards, and hours of training are not repeated without being asked for."""
+    lacks = study.keep_weights and not (Path(study.out) / WEIGHTS / job.name / record.RUN).is_file()
+    again = f"its weights were not kept: delete {job.name}.json to train it again" if lacks else ""
+    return Outcome(job, "there", again)
+
+
 def run(study: Study) -> list[Outcome]:
     """Make what is missing of a study. One that fails does not stop the others."""
     jobs = plan(study)
@@ -816,9 +823,12 @@ def run(study: Study) -> list[Outcome]:
     missing = check(study, jobs)
     work = Path(study.out) / WORK
     work.mkdir(parents=True, exist_ok=True)
-    there = [Outcome(job, "there") for job in jobs if job not in missing]
+    there = [_there(study, job) for job in jobs if job not in missing]
     if there:
         say(f"already there: {', '.join(outcome.job.name for outcome in there)}")
+    for outcome in there:
+        if outcome.error:
+            say(f"{outcome.job.name}: {outcome.error}")
     outcomes = there + Runner(study).run(missing)
     with contextlib.suppress(OSError):  # another study that worked here may have removed it
         if all(path.name == LOCK for path in work.iterdir()):  # else one failed, or another study is at work

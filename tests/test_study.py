@@ -258,6 +258,22 @@ def test_a_study_leaves_the_work_of_another_alone(data, results, tmp_path):
     assert not (tmp_path / study.WORK).exists()
 
 
+def test_weights_that_were_not_kept_are_said_to_be_missing(data, results, tmp_path, capsys):
+    for path in results.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    one = small(data, tmp_path, keep_weights=True)
+    folder = tmp_path / study.WEIGHTS / "rope-4096-seed0"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    outcomes = study.run(one)
+    lacking = [outcome.job.name for outcome in outcomes if outcome.error]
+    assert [outcome.status for outcome in outcomes] == ["there"] * 4
+    assert lacking == [job.name for job in study.plan(one) if job.name != folder.name]
+    note = f"its weights were not kept: delete {lacking[0]}.json to train it again"
+    assert outcomes[0].error == note and f"{lacking[0]}: {note}" in capsys.readouterr().err
+    assert not any(outcome.error for outcome in study.run(small(data, tmp_path)))
+
+
 # All of them, in processes of their own.
 
 

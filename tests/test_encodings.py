@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 import types
 
 import numpy as np
@@ -17,6 +18,7 @@ from relpos import UserError, encodings
 from relpos.attention import prepare, reference
 from relpos.encodings import Encoding, build, parse, slug, split_list
 from relpos.encodings.alibi import slope_values
+from relpos.encodings.t5 import borders as t5_borders
 from relpos.terms import Layout
 
 ids = [case.spec for case in CASES]
@@ -235,6 +237,23 @@ def test_t5_borders():
     # GPT-NeoX's slip: with the query at row 0, a decoded token saw all keys in bucket 0.
     last = relpos.bias_matrix(make(CASES[ids.index("t5")], 2), 40)[:, -1]
     assert last.unique(dim=-1).shape[-1] > 16
+
+
+@pytest.mark.parametrize("buckets, max_distance", [(2, 2), (3, 9), (32, 128), (64, 4096), (200, 150), (48, 2**40 - 1)])
+def test_t5_borders_are_exact(buckets, max_distance):
+    exact, found = buckets // 2, t5_borders(buckets, max_distance)
+    m = buckets - exact
+    assert found[:exact] == list(range(1, exact + 1)) and len(found) == buckets - 1
+    for s, n in enumerate(found[exact:], 1):
+        right = max_distance**s * exact**m
+        assert n**m * exact**s >= right > (n - 1) ** m * exact**s
+
+
+def test_thousands_of_t5_buckets_are_quick():
+    start = time.perf_counter()
+    found = t5_borders(4096, 8192)
+    assert time.perf_counter() - start < 1
+    assert found[-1] == 8187 and found[:2048] == list(range(1, 2049))
 
 
 # CABLE

@@ -13,6 +13,7 @@ paper's; T5 in Hugging Face draws with hidden_size^-0.5 (`std=0.036`).
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -27,23 +28,22 @@ def borders(buckets: int, max_distance: int) -> list[int]:
     """First distance of the buckets 1, 2, ... of one direction.
 
     Bucket `exact + s` begins at the first n with `ln(n / exact) / ln(max_distance / exact) * (buckets - exact) >= s`,
-    that is, in integers, `n^m exact^s >= max_distance^s exact^m` with m = buckets - exact.
+    that is, in integers, `n^m exact^s >= max_distance^s exact^m` with m = buckets - exact. Such powers are slow for
+    thousands of buckets, so they are taken only where floating point leaves more than one n.
     """
     exact = buckets // 2
     m = buckets - exact
     out = list(range(1, exact + 1))
-    n = exact
     for s in range(1, m):
-        low, high = n, max_distance  # the border lies in (low, high]: at max_distance the formula gives s = m
+        about = exact * (max_distance / exact) ** (s / m)
+        low, high = math.ceil(about * (1 - 1e-12)) - 1, math.ceil(about * (1 + 1e-12))  # the border lies in (low, high]
         while high - low > 1:
             middle = (low + high) // 2
             if middle**m * exact**s >= max_distance**s * exact**m:
                 high = middle
             else:
                 low = middle
-        reached = low**m * exact**s >= max_distance**s * exact**m
-        n = low if reached else high
-        out.append(n)
+        out.append(high)
     return out
 
 

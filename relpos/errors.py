@@ -22,8 +22,8 @@ def once(what: str, instead: str) -> None:
 
 def too_large(error: Exception) -> bool:
     """Whether an error says that there is no such number or not so much memory, as PyTorch does in many words."""
-    words = ("allocate", "overflow", "out of memory", "Storage size", "too large")
-    return not isinstance(error, RuntimeError) or any(word in str(error) for word in words)
+    words = ("allocate", "overflow", "Overflow", "out of memory", "Storage size", "too large")
+    return not isinstance(error, (RuntimeError, TypeError)) or any(word in str(error) for word in words)
 
 
 def several(what: str, given: Any) -> list[Any]:

@@ -290,7 +290,7 @@ def build(
         encoding = cls(heads=heads, head_dim=head_dim, hidden_size=hidden_size, **values)
         if reset:
             encoding.reset_parameters()
-    except (MemoryError, OverflowError, RuntimeError) as error:
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:  # the last where a size is above 63 bits
         if values and too_large(error):
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"{spec} is too large for this machine, or for a number: {first[:200]}") from error

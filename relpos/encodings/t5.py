@@ -77,6 +77,7 @@ class T5(Encoding):
             max_distance > buckets // 2,
             f"max_distance={max_distance} must be above {buckets // 2}, the distances that have a bucket of their own",
         )
+        self.require(max_distance < 1 << 31, f"max_distance must be at most 2147483647, not {max_distance}")
         self.require(clip >= 1, f"clip must be at least 1, not {clip}")
         self.require(std >= 0, f"std must not be negative, not {std}")
         # Of a causal model, and of each direction of a bidirectional one.

@@ -551,6 +551,7 @@ def test_slug():
         ("fire:width=0", "width must be at least 1"),
         ("fire:length=0", "length must be from 1"),
         ("sandwich:dim=7", "dim must be even"),
+        ("sandwich:dim=" + 24 * "8", "dim must be even and from 2 to 65536"),
         ("cope:positions=1", "positions must be at least 2"),
         ("inkling:rank=0", "rank must be at least 1"),
         ("inkling:length=0", "length must be at least 1"),

@@ -19,7 +19,7 @@ class Sandwich(DistanceEncoding):
 
     def __init__(self, *, heads: int, head_dim: int, hidden_size: int, dim: int = 128, share: bool = False):
         super().__init__(heads=heads, head_dim=head_dim, hidden_size=hidden_size, share=share)
-        self.require(dim >= 2 and dim % 2 == 0, f"dim must be even and at least 2, not {dim}")
+        self.require(2 <= dim <= 1 << 16 and dim % 2 == 0, f"dim must be even and from 2 to 65536, not {dim}")
         self.dim, self.formula = dim, f"H / (8h) * sum_t (cos(d 10000^(-2t/{dim})) - 1)"
 
     def by_distance(self, d: Tensor) -> Tensor:

@@ -368,7 +368,7 @@ def write(
     written: list[Path] = []
     drawn: list[Drawn] = []
     used: set[str] = set()
-    chosen = several("sources", sources) or shipped()
+    chosen = several("sources", sources or ()) or shipped()
     names = [Path(what).name.removesuffix(".safetensors") if isinstance(what, (str, Path)) else "" for what in chosen]
     coming = [*names, *(["contact sheet"] if len(names) > 1 else [])]
     with Progress("drawing", progress) as bar:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import CASES, Case
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +21,7 @@ from relpos import UserError, encodings
 from relpos.attention import attend as attend_terms
 from relpos.attention import decode, fused, reference, rotary
 from relpos.encodings import build
-from relpos.models import RelPosConfig, RelPosForCausalLM
+from relpos.models import RelPosConfig, RelPosForCausalLM, RelPosForMaskedLM
 
 GPU = torch.cuda.is_available()
 if not GPU and not fused.interpreted():
@@ -596,8 +598,9 @@ def test_the_operator_is_well_formed():
     arguments = (q, k, v, slopes, *[None] * 6, fused.SLOPE, 0, True, 0, 0, 0.25, False)
     packed = torch.randn(1, 9, 4 * 16, device=DEVICE, requires_grad=True)  # two heads of q, one of k, one of v
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(fused._attend, (*arguments, 0, 0), test_utils=checks)
-    torch.library.opcheck(fused._attend, (packed, None, None, *arguments[3:], 2, 16), test_utils=checks)
+    torch.library.opcheck(fused._attend, (*arguments, 0, 0, None), test_utils=checks)
+    bias = torch.randn(4 * 16, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(fused._attend, (packed, None, None, *arguments[3:], 2, 16, bias), test_utils=checks)
 
 
 @pytest.mark.parametrize("rank", [20, 64, 128])
@@ -630,22 +633,89 @@ def test_gradients_are_laid_out_as_promised(spec, monkeypatch):
     torch.library.opcheck(fused._attend_backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("spec", ["cable", "kerple", "rope"])
-def test_a_compiled_model(spec):
-    """q, k and v come from one projection: the compiled step takes and gives back that one tensor."""
+def passes(model: torch.nn.Module, run, backend=None, **inputs) -> dict[str, torch.Tensor]:
+    """Gradients of every parameter."""
+    torch._dynamo.reset()
+    run = run if backend is None else torch.compile(run, fullgraph=True, backend=backend)
+    model.zero_grad()
+    run(**inputs).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Counted:
+    """A compiler that counts the products of the forward pass."""
+
+    def __init__(self) -> None:
+        self.products = 0
+
+    def __call__(self, graph, inputs):
+        return aot_autograd(fw_compiler=self.forward, bw_compiler=self.backward)(graph, inputs)
+
+    def forward(self, graph, inputs):
+        products = {torch.ops.aten.addmm.default, torch.ops.aten.mm.default}
+        self.products += sum(node.target in products for node in graph.graph.nodes)
+        return self.backward(graph, inputs)
+
+    def backward(self, graph, inputs):
+        return make_boxed_func(graph)
+
+
+@pytest.mark.parametrize(
+    "spec, settings, padded",
+    [
+        ("cable", {}, False),
+        ("cable", {}, True),  # whose tokens are brought to the front: no longer one tensor
+        ("kerple", {"bias": False}, False),
+        ("rope", {}, False),
+        ("fire:length=7", {}, False),
+        ("inkling", {}, False),
+        ("inkling", {"bias": False}, False),
+        ("inkling", {}, True),
+        ("inkling:rank=5", {}, False),  # which the kernels want zeros around
+    ],
+)
+def test_a_compiled_model(spec, settings, padded):
+    """q, k and v come from one projection: the compiled step takes and gives back that one tensor, with the rows of a
+    bank in it, and has the gradient of the projection's bias from attention."""
     config = RelPosConfig.preset(
-        "nano", spec, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, impl="fused"
-    )
+        "nano", spec, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, impl="fused",
+        **settings,
+    )  # fmt: skip
     model = RelPosForCausalLM(config).to(DEVICE).train()
-    ids = torch.randint(0, 250, (2, 20), device=DEVICE)
-    grads = []
-    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        model.zero_grad()
-        run(ids, labels=ids, use_cache=False).loss.backward()
-        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    ids = torch.randint(0, 250, (2, 37), device=DEVICE)
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if padded:
+        inputs["attention_mask"] = torch.ones_like(ids)
+        inputs["attention_mask"][0, :5] = 0
+    backend = Counted()
+    eager, compiled = passes(model, model, **inputs), passes(model, model, backend, **inputs)
+    assert eager.keys() == compiled.keys()
+    for name, grad in eager.items():
+        torch.testing.assert_close(compiled[name], grad, rtol=1e-4, atol=1e-6)
         assert grad.abs().max() > 0, name
+    of_keys = slice(64, 96)
+    packed = not padded and spec != "rope"
+    if "bias" not in settings:
+        assert (not compiled["model.layers.0.attention.qkv.bias"][of_keys].any()) == packed
+    apart = {"cable": 1, "inkling": padded, "inkling:rank=5": 1}  # products of an encoding's own
+    assert backend.products == 4 + 3 + apart.get(spec, 0)  # those of the layer; the logits and their gradients
+
+
+def test_a_compiled_encoder():
+    """The same both ways, with a word that no other sees in its column."""
+    config = RelPosConfig.preset(
+        "nano", "alibi", hidden_size=64, num_hidden_layers=1, num_attention_heads=4, impl="fused", vocab_size=250
+    )
+    model = RelPosForMaskedLM(config).to(DEVICE).train()
+    ids = torch.randint(0, 250, (3, 21), device=DEVICE)
+    inputs = {"input_ids": ids, "labels": ids}
+    eager, compiled = passes(model, model, **inputs), passes(model, model, "aot_eager", **inputs)
+    for name, grad in eager.items():
+        torch.testing.assert_close(compiled[name], grad, rtol=1e-4, atol=1e-6)
+    assert not compiled["model.layers.0.attention.qkv.bias"][64:128].any()
 
 
 def test_checkpointing_and_autocast():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relpos.attention import blockwise, cpu, reference, rotary
+from relpos.attention import blockwise, cpu, fused, reference, rotary
 from relpos.encodings import Encoding, build
 from relpos.errors import UserError, nearest
 from relpos.terms import Context, Layout, Rotation, Term, check_borders
@@ -45,8 +45,6 @@ def choose(
         return "reference", "the weights were asked for"
     if impl == "blockwise":
         return impl, "asked for"
-    from relpos.attention import fused
-
     obstacle = fused.obstacle(q, k, k if v is None else v, terms, layout, rescores=rescores)
     if impl == "fused":
         if obstacle:
@@ -75,10 +73,10 @@ def attend(
     rescore: reference.Rescore | None = None,
     impl: str = "auto",
     return_weights: bool = False,
-    packed: Tensor | None = None,
+    packed: fused.Packed | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend with q and k already rotated. q [B,H,Tq,D], k and v [B,Hkv,Tk,D]. `packed`: the tensor [B, T, width] that
-    all three are views of, where they are."""
+    """Attend with q and k already rotated. q [B,H,Tq,D], k and v [B,Hkv,Tk,D]. `packed`: all three in one tensor, where
+    they are neither rotated nor cached."""
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
         raise UserError(f"scale must be a number above 0, not {scale!r}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -88,8 +86,6 @@ def attend(
         return (out, weights) if return_weights else out
     if how == "blockwise":
         return blockwise.attend(q, k, v, terms, layout, scale, rescore)
-    from relpos.attention import fused
-
     return fused.attend(q, k, v, terms, layout, scale, packed)
 
 

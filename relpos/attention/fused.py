@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import math
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -322,7 +322,7 @@ def _results(q, sure) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset,
               scale, sure, wants, into=None):  # fmt: skip
-    dq, dk, dv = into or (_like(q), _like(k), _like(v))
+    dq, dk, dv, d_rows = into or (_like(q), _like(k), _like(v), None)
     if not q.numel():
         given = [torch.zeros_like(x) if wants >> n & 1 else lse.new_empty(0) for n, x in enumerate((a, b, c, d, e))]
         return (dq, dk.zero_(), dv.zero_(), *given)
@@ -332,7 +332,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         do = do.contiguous()
     assert not low.numel() or low.stride() == out.stride()
     delta = torch.empty_like(lse)
-    grad = bool(wants)
+    grad = bool(wants) or d_rows is not None
 
     def maybe(needed: bool, *shape: int) -> Tensor:
         if not (grad and needed):
@@ -354,7 +354,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
     grid, by_bank = (blocks, call.B * call.H), delta
     if kind == BANK and grad:
-        by_query = _like(a)
+        by_query = _like(a) if d_rows is None else d_rows
         shape = min(call.reach, call.Tk), call.flags["RP"]  # of the bank's gradient, of which each program sums a share
         shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
         grid = (min(shares, grid[0] * grid[1]), 1)
@@ -363,7 +363,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     call.launch(
         "backward_q", grid,
         [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends, table],
-        [q, k, v, out, do, dq], [scale, call.reach, call.B, flags], GRAD=grad,
+        [q, k, v, out, do, dq], [scale, call.reach, by_query.stride(-2), call.B, flags], GRAD=grad,
     )  # fmt: skip
     table, flags = _beside(call, first, "backward_k", QM=QM)
     call.launch(
@@ -477,26 +477,48 @@ _T = Tensor
 _O = Optional[Tensor]  # noqa: UP045 - the operator's schema is read from it
 
 
-def _views(q, k, v, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [B,H,T,D]. Without k, q holds all three, [B, T, width]: heads of size D of q, then of k, then of v."""
+class Packed(NamedTuple):
+    """One tensor [B, T, width] that q, k and v are views of, one after the other, each with its heads side by side."""
+
+    tensor: Tensor
+    bias: Tensor | None = None  # of q, k and v; it is in the tensor, which does not carry its gradient
+    rows: bool = False  # behind v the rows of a bank, [heads * rank], with a rank that `packs_rows`
+
+
+def packs_rows(rank: int) -> bool:
+    """Whether the kernels read rows of a bank with so many profiles as they are, without zeros around them."""
+    return rank == max(16, _power(rank))
+
+
+def _views(q, k, v, a, rank: int, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k and v [B,H,T,D], and the operand a. Without k, q holds all three, [B, T, width]: heads of size D of q, then
+    of k, then of v; and then, where a bank of that rank has none, its rows [B,H,T,rank]."""
     if k is not None:
-        return q, k, v
+        return q, k, v, a
+    if rank and a is None:
+        a = q[..., -heads * rank :].unflatten(-1, (heads, rank)).transpose(1, 2)
+        q = q[..., : -heads * rank]
     rest = (q.shape[-1] // size - heads) // 2
     parts = q.unflatten(-1, (-1, size)).split([heads, rest, rest], 2)
-    return parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2)
+    return parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2), a
+
+
+def _rank(kind: int, c: Tensor | None) -> int:
+    return c.shape[0] if kind == BANK and c is not None else 0
 
 
 @torch.library.custom_op("relpos::attend", mutates_args=())
 def _attend(q: _T, k: _O, v: _O, a: _O, b: _O, c: _O, d: _O, e: _O, meta: _O, docs: _O, kind: int,
             origin: int, causal: bool, window: int, q_offset: int, scale: float, sure: bool, heads: int,
-            size: int) -> tuple[_T, _T, _T]:  # fmt: skip
-    return _forward(*_views(q, k, v, heads, size), a, b, c, d, e, meta, docs, kind, origin, causal, window,
-                    q_offset, scale, sure)  # fmt: skip
+            size: int, bias: _O) -> tuple[_T, _T, _T]:  # fmt: skip
+    """`bias` is there for its gradient alone: see `Packed`."""
+    q, k, v, a = _views(q, k, v, a, _rank(kind, c), heads, size)
+    return _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
 
 
 @_attend.register_fake
-def _(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure, heads, size):
-    q, *_ = _views(q, k, v, heads, size)
+def _(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure, heads, size, bias):
+    q, *_ = _views(q, k, v, a, _rank(kind, c), heads, size)
     return _results(q, sure)
 
 
@@ -505,10 +527,15 @@ def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, low: _T, a: 
                      meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
                      scale: float, sure: bool, heads: int, size: int,
                      wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
-    whole = torch.empty_like(q) if k is None else None
-    grads = _backward(do, *_views(q, k, v, heads, size), out, lse, low, a, b, c, d, e, meta, docs, kind,
-                      origin, causal, window, q_offset, scale, sure, wants,
-                      None if whole is None else _views(whole, None, None, heads, size))  # fmt: skip
+    """Gradients of q (or of what holds all), k, v and a .. e; empty where they are not wanted."""
+    rank, whole, into = _rank(kind, c), None, None
+    if k is None:
+        whole = torch.empty_like(q)
+        dq, dk, dv, d_rows = _views(whole, None, None, a, rank, heads, size)
+        into = dq, dk, dv, d_rows if a is None else None
+    q, k, v, a = _views(q, k, v, a, rank, heads, size)
+    grads = _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset,
+                      scale, sure, wants, into)  # fmt: skip
     return grads if whole is None else (whole, lse.new_empty(0), lse.new_empty(0), *grads[3:])
 
 
@@ -528,14 +555,31 @@ def _save(ctx, inputs, output) -> None:
     ctx.scalars = inputs[10:]
 
 
+def _save_operator(ctx, inputs, output) -> None:
+    *inputs, bias = inputs
+    _save(ctx, inputs, output)
+    ctx.bias = None if bias is None else (bias.shape[0], bias.dtype)
+
+
 def _gradients(ctx, do, _lse, _low, backward=_attend_backward):
     needs = ctx.needs_input_grad
     wants = sum(1 << bit for bit in range(5) if needs[3 + bit])
     dq, *grads = backward(do, *ctx.saved_tensors, *ctx.scalars, wants)
-    return (dq, *[x if needs[1 + n] else None for n, x in enumerate(grads)], *[None] * (len(needs) - 8))
+    grads = [x if needs[1 + n] else None for n, x in enumerate(grads)]
+    of_bias = _of_bias(dq, do, *ctx.bias) if needs[-1] else None  # an eager call has none
+    return (dq, *grads, *[None] * (len(needs) - 9), of_bias)
 
 
-_attend.register_autograd(_gradients, setup_context=_save)
+def _of_bias(packed: Tensor, do: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of `Packed.bias`: here, where it is compiled too. Only that of q is a sum of gradients at hand. That
+    of k is zero, as the rows of dS sum to zero; that of v is what dO is in sum, as weights sum to one."""
+    _, H, _, D = do.shape
+    of_q = packed[..., : H * D].sum((0, 1), dtype=torch.float32)
+    of_v = do.sum((0, 2), dtype=torch.float32).unflatten(0, ((size // D - H) // 2, -1)).sum(1).flatten()
+    return torch.cat([of_q, torch.zeros_like(of_v), of_v]).to(dtype)
+
+
+_attend.register_autograd(_gradients, setup_context=_save_operator)
 
 
 class _Eager(torch.autograd.Function):
@@ -627,10 +671,10 @@ def _take(x: Tensor, order: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, scale: float, packed: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout, scale: float, packed: Packed | None = None
 ) -> Tensor:
-    """Output [B,H,Tq,D] of q, k, v that are already rotated. Where they are views of one tensor [B, T, width], `packed`
-    is that tensor: a compiled model then gets its gradient in one piece instead of joining three."""
+    """Output [B,H,Tq,D] of q, k, v that are already rotated. `packed`: they in one tensor, of which a compiled model
+    gets the gradient in one piece instead of joining three."""
     if torch.is_autocast_enabled(q.device.type):
         q = q.to(torch.get_autocast_dtype(q.device.type))
     k, v = k.to(q.dtype), v.to(q.dtype)
@@ -668,10 +712,12 @@ def attend(
     how = (meta, docs, kind, origin, layout.causal, layout.window or 0, start, float(scale), sure)
     if not torch.compiler.is_compiling():
         out, *_ = _Eager.apply(q, k, v, *given, *how)
-    elif packed is None or back is not None or packed.dtype != q.dtype:
-        out, *_ = _attend(q, k, v, *given, *how, 0, 0)
+    elif packed is None or back is not None or packed.tensor.dtype != q.dtype or packed.rows > (kind == BANK):
+        out, *_ = _attend(q, k, v, *given, *how, 0, 0, None)
     else:
-        out, *_ = _attend(packed, None, None, *given, *how, q.shape[1], q.shape[-1])
+        if packed.rows:
+            given[0] = None
+        out, *_ = _attend(packed.tensor, None, None, *given, *how, q.shape[1], q.shape[-1], packed.bias)
     if back is not None and real is not None:
         out = _take(out, back).masked_fill(~real[:, None, :, None], 0)
     return out

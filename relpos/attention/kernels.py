@@ -1010,7 +1010,7 @@ def _add_to_bank(ByBank, base, x, mix, most, F: tl.constexpr):
 def _own_queries(
     b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Meta, Docs, t, q_b,
     q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off,
-    c2, scale, reach, F: tl.constexpr,
+    c2, scale, reach, by_t, F: tl.constexpr,
 ):  # fmt: skip
     """All that backward_q does for one block of queries."""
     blocks = tl.cdiv(Tq, F.BM)
@@ -1089,7 +1089,7 @@ def _own_queries(
                 x = _from_base(sums.held, tl.zeros_like(sums.held), F)
                 mix = tl.dot(x, tl.trans(_bank(below, t, F.BN, F)), mix, input_precision="ieee")
                 _add_to_bank(ByBank, below, x, info.mix, most, F)
-            at = ByQuery + ((b * Tq + r) * H + h)[:, None] * F.RP + tl.arange(0, F.RP)[None, :]
+            at = ByQuery + (b * Tq + r)[:, None] * by_t + h * F.RP + tl.arange(0, F.RP)[None, :]
             mix = mix if q.dtype == tl.float16 else mix * scale
             tl.store(at, mix.to(q.dtype), mask=r[:, None] < Tq)
         if F.KNOTS > 0:
@@ -1104,15 +1104,16 @@ def _own_queries(
 def backward_q(
     Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Table, Meta, Docs, TA, TB, TC,
     TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-    do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, B, G: tl.constexpr, F: tl.constexpr,
+    do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, G: tl.constexpr,
+    F: tl.constexpr,
 ):  # fmt: skip
     """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, WIDE], where with CANCEL the level
     is relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
-    potentials and of rho, or [B, Tq, H, RP] of a bank's rows; ByGate [B, H, Tq]. Of a profile with knots: `PieceSums`
-    [B, H, blocks, 2, PP], sums of dS * u and of dS over the tiles that begin on each piece, then over what lies above
-    each knot, and at the very end of the first the gradient of the rate; and for backward_k `Bends`
-    [B, 1 or H, blocks, 2, KP]. Of a bank: `ByBank` [programs, distances, RP], each program's share, for which it takes
-    many blocks, long rows and short ones."""
+    potentials and of rho, or [B, Tq, H, RP] of a bank's rows, by_t from token to token; ByGate [B, H, Tq].
+    Of a profile with knots: `PieceSums` [B, H, blocks, 2, PP], sums of dS * u and of dS over the tiles that begin on
+    each piece, then over what lies above each knot, and at the very end of the first the gradient of the rate; and for
+    backward_k `Bends` [B, 1 or H, blocks, 2, KP]. Of a bank: `ByBank` [programs, distances, RP], each program's share,
+    for which it takes many blocks, long rows and short ones."""
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     blocks = tl.cdiv(Tq, F.BM)
     if F.KIND == BANK and F.GRAD:
@@ -1129,7 +1130,7 @@ def backward_q(
             _own_queries(
                 b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Meta,
                 Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
-                H, GROUP, Tq, Tk, q_off, c2, scale, reach, F)  # fmt: skip
+                H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
     else:
         m0 = (blocks - 1 - tl.program_id(0)) * F.BM
         b = (tl.program_id(1) // H).to(tl.int64)
@@ -1145,12 +1146,12 @@ def backward_q(
                 _own_queries(
                     b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends,
                     Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-                    do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, G)  # fmt: skip
+                    do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, G)  # fmt: skip
                 return
         _own_queries(
             b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Meta, Docs,
             t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP,
-            Tq, Tk, q_off, c2, scale, reach, F)  # fmt: skip
+            Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
 
 
 @triton.jit

@@ -78,6 +78,12 @@ class Encoding(nn.Module):
         if not layout.causal and not self.bidirectional:
             raise UserError(f"{self.name} is defined for causal attention only; use a causal model or another encoding")
 
+    @property
+    def rows(self) -> nn.Module | None:
+        """The linear layer whose output, for the layer's input, is the rows of its `Bank`, if it has one: attention may
+        then compute them beside q, k and v."""
+        return None
+
     # What people ask of it.
 
     def require(self, ok: bool, message: str) -> None:

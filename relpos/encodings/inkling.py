@@ -42,6 +42,10 @@ class Inkling(Encoding):
         nn.init.normal_(self.mix.weight, std=0.02)
         nn.init.normal_(self.bank, std=0.02)
 
+    @property
+    def rows(self) -> nn.Module:
+        return self.mix
+
     def terms(self, ctx: Context) -> list[Term]:
         assert ctx.hidden is not None
         mix = self.mix(ctx.hidden).unflatten(-1, (self.heads, self.rank)).transpose(1, 2)  # [B, H, Tq, rank]

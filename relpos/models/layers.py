@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.activations import ACT2FN
 
 from relpos.attention import attend
+from relpos.attention.fused import Packed, packs_rows
 from relpos.attention.rotary import turn
 from relpos.errors import UserError, nearest
+from relpos.models.compiled import plain, takes
 from relpos.models.config import RelPosConfig
 from relpos.models.gelu import TanhGELU
 from relpos.models.positions import Plan
@@ -38,6 +42,7 @@ class Attention(nn.Module):
         qkv = self.qkv(hidden)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in qkv.split(self.sizes, -1))
         rotation, terms = plan.for_layer(hidden, None if cache is None else cache.layers[self.layer])
+        packed = self._packed(hidden, qkv, plan.encoding.rows) if rotation is None and cache is None else None
         if rotation is not None:
             new = plan.layout.Tk - plan.layout.Tq  # the keys before it are cached as they were turned
             q = turn(q, rotation.q_cos, rotation.q_sin, rotation.interleaved)
@@ -54,10 +59,27 @@ class Attention(nn.Module):
             rescore=plan.encoding.rescore if plan.encoding.rescores else None,
             impl=self.config.impl,
             return_weights=need_weights,
-            packed=qkv if rotation is None and cache is None else None,
+            packed=packed,
         )
         out, weights = out if isinstance(out, tuple) else (out, None)
         return self.out(out.transpose(1, 2).flatten(2)), weights
+
+    def _packed(self, hidden: Tensor, qkv: Tensor, rows: nn.Module | None) -> Packed | None:
+        """q, k and v in one tensor. For a compiled training step they are projected again, in a form whose gradients
+        cost less: with the rows of a bank in the same product, and with a bias that leaves its gradient to attention.
+        Of the two forms a compiled graph computes the one that is used."""
+        if not torch.compiler.is_compiling():
+            return None
+        weight, bias = self.qkv.weight, self.qkv.bias
+        if not (plain(self.qkv, nn.Linear) and takes(hidden, weight)):
+            return Packed(qkv)
+        still = None if bias is None else bias.detach()
+        if isinstance(rows, nn.Linear) and plain(rows, nn.Linear) and rows.bias is None:
+            size = rows.out_features
+            if packs_rows(size // self.config.num_attention_heads):
+                still = None if still is None else F.pad(still, (0, size))
+                return Packed(F.linear(hidden, torch.cat([weight, rows.weight]), still), bias, rows=True)
+        return Packed(F.linear(hidden, weight, still), bias)
 
 
 class MLP(nn.Module):

@@ -111,7 +111,7 @@ def test_generating_compiles_once(spec, compiled):
 def test_the_rest_of_a_model(compiled):
     x = torch.zeros(256, 768, dtype=torch.bfloat16)
     layer = nn.LayerNorm(768)
-    total, out, mean, rstd = norm._add_norm(x.float(), x, layer.weight, layer.bias, 1e-5, torch.bfloat16)
+    total, out, mean, rstd = norm._add_norm(x.float(), x, layer.weight, layer.bias, 1e-5, torch.bfloat16, None)
     norm._backward(total, out, total, mean, rstd, layer.weight, torch.bfloat16)
     bias = torch.zeros(768, dtype=torch.bfloat16)
     gelu._bias_gelu(x, bias)

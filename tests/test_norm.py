@@ -15,7 +15,7 @@ from relpos.attention.fused import installed, interpreted
 from relpos.models import gelu
 from relpos.models import norm as module
 from relpos.models.gelu import TanhGELU
-from relpos.models.norm import add_norm
+from relpos.models.norm import Owing, add_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 kernel = pytest.mark.skipif(
@@ -42,10 +42,11 @@ def problem(size: int, bias: bool = True, rows: int = 37) -> tuple[nn.LayerNorm,
 
 
 def run(how, norm: nn.LayerNorm, hidden: Tensor, x: Tensor, d_total: Tensor, d_out: Tensor) -> list[Tensor]:
-    """Both results and every gradient."""
+    """Both results and every gradient, that of a bias in x among them."""
     hidden, x = hidden.detach().requires_grad_(), x.detach().requires_grad_()
-    leaves = [hidden, x, *norm.parameters()]
-    total, out = how(hidden, x, norm)
+    bias = torch.zeros(x.shape[-1], dtype=norm.weight.dtype, device=x.device, requires_grad=True)
+    leaves = [hidden, x, bias, *norm.parameters()]
+    total, out = how(hidden, Owing(x, bias), norm)
     grads = torch.autograd.grad([total, out], leaves, [d_total.to(total.dtype), d_out.to(out.dtype)])
     for grad, leaf in zip(grads, leaves, strict=True):
         assert grad.dtype == leaf.dtype and grad.shape == leaf.shape
@@ -94,6 +95,7 @@ def test_under_autocast_the_norm_is_rounded_once() -> None:
         total, out, *grads = run(module.fused, norm, *given)
         plain_total, plain_out, *plain = run(add_norm, norm, *given)
     assert out.dtype == torch.bfloat16 and total.dtype == torch.float32
+    plain[2] = plain[0].sum((0, 1))  # of the bias: plain code has it rounded, and from rounded rows
     torch.testing.assert_close(total, plain_total, rtol=0, atol=0)
     torch.testing.assert_close(out, plain_out.bfloat16(), rtol=0.01, atol=1e-3)  # by the last bit of a rounding
     for a, b in zip(grads, plain, strict=True):
@@ -108,8 +110,8 @@ def test_any_layout_and_no_rows() -> None:
     turned = [g.transpose(0, 1).contiguous().transpose(0, 1) for g in given]
     for a, b in zip(run(module.fused, norm, *turned), run(module.fused, norm, *given), strict=True):
         assert torch.equal(a, b)
-    _, _, d_hidden, d_x, d_weight, d_bias = run(module.fused, norm, *(g[:, :0] for g in given))
-    assert d_hidden.numel() == d_x.numel() == 0 and not d_weight.any() and not d_bias.any()
+    _, _, d_hidden, d_x, d_more, d_weight, d_bias = run(module.fused, norm, *(g[:, :0] for g in given))
+    assert d_hidden.numel() == d_x.numel() == 0 and not any(d.any() for d in (d_more, d_weight, d_bias))
 
 
 SIZES = dict(vocab_size=61, hidden_size=48, num_hidden_layers=3, num_attention_heads=3, skip_logits=False)
@@ -229,6 +231,22 @@ def test_inside_torch_func_the_modules_are_called() -> None:
     compiled = torch.compile(torch.func.grad(loss), backend="aot_eager")(weights)
     for name, grad in eager.items():
         torch.testing.assert_close(compiled[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def dropping(model: RelPosForCausalLM) -> None:
+    for block in model.model.layers:
+        block.dropout.p = 1.0
+
+
+def unbiased(model: RelPosForCausalLM) -> None:
+    model.model.layers[1].mlp.out.bias = None
+
+
+@kernel
+@pytest.mark.parametrize("change", [dropping, unbiased, hooked(".mlp"), hooked(".attention"), hooked(".attention.out")])
+def test_biases_whose_gradient_the_norm_has(monkeypatch: pytest.MonkeyPatch, change) -> None:
+    """And where it must not: what is dropped has none, and a hook is given the module's own output."""
+    compare(monkeypatch, change)
 
 
 @kernel

@@ -22,7 +22,7 @@ from relpos.models.config import RelPosConfig
 from relpos.models.convert import Copy, source_model, with_overrides
 from relpos.models.layers import MLP, Attention
 from relpos.models.loss import chunked_loss, plain_loss, shifted, token_losses
-from relpos.models.norm import add_norm
+from relpos.models.norm import Owing, add_norm, owing
 from relpos.models.positions import Encodings, Plan, layout_of
 
 
@@ -41,16 +41,27 @@ class GPTBlock(GradientCheckpointingLayer):
         plan: Plan,
         past_key_values: Cache | None = None,
         need_weights: bool = False,
-        more: Tensor | None = None,
+        more: Owing | None = None,
         apart: bool = False,
-    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Owing, Tensor | None]:
         """The residual stream and attention's weights. If `apart`, what the feed-forward layer adds to the stream comes
         by itself, before the weights: the next block takes it as `more`, and adds it with its first norm."""
+        drops = self.training and self.dropout.p > 0
+        parts = plain(self.attention, Attention) and plain(self.mlp, MLP) and plain(self.dropout, nn.Dropout)
+        owes = torch.compiler.is_compiling() and parts and not drops
         hidden, normed = add_norm(hidden, more, self.attention_norm)
-        out, weights = self.attention(normed, plan, past_key_values, need_weights)
-        hidden, normed = add_norm(hidden, self.dropout(out), self.mlp_norm)
-        out = self.dropout(self.mlp(normed))
-        return (hidden, out, weights) if apart else (hidden + out, weights)
+        if owes:
+            merged, weights = self.attention.heads(normed, plan, past_key_values, need_weights)
+            more = owing(self.attention.out, merged)
+        else:
+            out, weights = self.attention(normed, plan, past_key_values, need_weights)
+            more = Owing(self.dropout(out))
+        hidden, normed = add_norm(hidden, more, self.mlp_norm)
+        if owes:
+            more = owing(self.mlp.out, self.mlp.features(normed))
+        else:
+            more = Owing(self.dropout(self.mlp(normed)))
+        return (hidden, more, weights) if apart else (hidden + more.paid(), weights)
 
 
 class RelPosGPT(RelPosPreTrainedModel):

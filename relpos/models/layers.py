@@ -39,6 +39,13 @@ class Attention(nn.Module):
         self, hidden: Tensor, plan: Plan, cache: Cache | None = None, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Output [B, T, hidden_size] and, if needed, the weights [B, H, T, Tk]."""
+        merged, weights = self.heads(hidden, plan, cache, need_weights)
+        return self.out(merged), weights
+
+    def heads(
+        self, hidden: Tensor, plan: Plan, cache: Cache | None = None, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' outputs side by side, before the last projection, and the weights."""
         qkv = self.qkv(hidden)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in qkv.split(self.sizes, -1))
         rotation, terms = plan.for_layer(hidden, None if cache is None else cache.layers[self.layer])
@@ -62,7 +69,7 @@ class Attention(nn.Module):
             packed=packed,
         )
         out, weights = out if isinstance(out, tuple) else (out, None)
-        return self.out(out.transpose(1, 2).flatten(2)), weights
+        return out.transpose(1, 2).flatten(2), weights
 
     def _packed(self, hidden: Tensor, qkv: Tensor, rows: nn.Module | None) -> Packed | None:
         """q, k and v in one tensor. For a compiled training step they are projected again, in a form whose gradients
@@ -90,9 +97,13 @@ class MLP(nn.Module):
         self.out = nn.Linear(config.inner_size, config.hidden_size, bias=config.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        return self.out(self.features(hidden))
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """What comes before the last projection."""
         if isinstance(self.act, TanhGELU):
-            return self.out(self.act.behind(self.inner, hidden))
-        return self.out(self.act(self.inner(hidden)))
+            return self.act.behind(self.inner, hidden)
+        return self.act(self.inner(hidden))
 
 
 __all__ = ["MLP", "Attention", "activation"]

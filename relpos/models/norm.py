@@ -2,9 +2,9 @@
 
 In a compiled training step on a GPU each of their two passes is one Triton kernel. The backward pass reads the
 gradients of both, the sum and two numbers a row, and writes the gradient of the sum, once for the stream and once
-rounded for what made x. What torch.compile makes of it keeps the normed rows in float32 beside the sum, and writes the
-second copy and the sums over rows in kernels of their own (H200, 32,768 rows of 768 in float32 and bfloat16: 96 us
-forward and 166 backward; here 73 and 108).
+rounded for what made x; summed over rows it is that of the bias in x. What torch.compile makes of it keeps the normed
+rows in float32 beside the sum, and writes the second copy and the sums over rows in kernels of their own (H200, 32,768
+rows of 768 in float32 and bfloat16: 96 us forward and 166 backward; here, without the sum for the bias, 73 and 108).
 
 Operators with a gradient of their own, not torch.autograd.Function: torch 2.11 compiles one that saves its inputs or
 its results so that gradients which reach it on another way are lost.
@@ -14,35 +14,56 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relpos.models.compiled import plain, takes
 
+_O = Optional[Tensor]  # noqa: UP045 - the operator's schema is read from it
 PROGRAMS = 396  # three for each processor of an H200; each leaves a row of sums
 
 
-def add_norm(hidden: Tensor, x: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """`hidden + x`, and that normed."""
-    if x is None:
+class Owing(NamedTuple):
+    """A linear layer's output. It has the bias in it; the bias's gradient is left to who adds it up."""
+
+    x: Tensor
+    bias: Tensor | None = None
+
+    def paid(self) -> Tensor:
+        return self.x if self.bias is None else self.x + (self.bias - self.bias.detach()).to(self.x.dtype)
+
+
+def owing(linear: nn.Linear, x: Tensor) -> Owing:
+    """What a linear layer makes of x, for `add_norm`."""
+    if torch.compiler.is_compiling() and plain(linear, nn.Linear) and takes(x, linear.weight):
+        if linear.bias is not None:
+            return Owing(F.linear(x, linear.weight, linear.bias.detach()), linear.bias)
+    return Owing(linear(x))
+
+
+def add_norm(hidden: Tensor, more: Owing | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """`hidden + more`, and that normed."""
+    if more is None:
         return hidden, norm(hidden)
-    wanted = hidden.requires_grad or x.requires_grad
+    wanted = any(x is not None and x.requires_grad for x in (hidden, *more))
     if torch.compiler.is_compiling() and wanted and plain(norm, nn.LayerNorm) and norm.weight is not None:
-        if takes(hidden, x, norm.weight):
-            return fused(hidden, x, norm)
-    hidden = hidden + x
+        if takes(hidden, more.x, norm.weight):
+            return fused(hidden, more, norm)
+    hidden = hidden + more.paid()
     return hidden, norm(hidden)
 
 
-def fused(hidden: Tensor, x: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+def fused(hidden: Tensor, more: Owing, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     """The same with the kernels."""
+    x, bias = more
     kind = hidden.device.type
     # Under autocast the layers behind it round it anyway, and so its gradient comes rounded.
     auto = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if auto else torch.promote_types(hidden.dtype, x.dtype)
-    return _add_norm(hidden, x, norm.weight, norm.bias, norm.eps, dtype)[:2]
+    return _add_norm(hidden, x, norm.weight, norm.bias, norm.eps, dtype, bias)[:2]
 
 
 @functools.cache
@@ -83,6 +104,7 @@ def _kernels() -> Any:
         weight = tl.load(Weight + n, mask=ok, other=0.0).to(tl.float32)
         of_weight = tl.zeros((N,), tl.float32)
         of_bias = tl.zeros((N,), tl.float32)
+        of_more = tl.zeros((N,), tl.float32)
         for i in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
             row = tl.full((), i, tl.int64)
             at = row * size + n
@@ -95,12 +117,14 @@ def _kernels() -> Any:
             of_bias += d
             d *= weight
             g += rstd * (d - tl.sum(d, 0) / size - x * (tl.sum(d * x, 0) / size))
+            of_more += g
             tl.store(Grad + at, g.to(Grad.dtype.element_ty), mask=ok)
             if TWICE:
                 tl.store(Rounded + at, g.to(Rounded.dtype.element_ty), mask=ok)
-        Sums += tl.program_id(0) * 2 * size + n
+        Sums += tl.program_id(0) * 3 * size + n
         tl.store(Sums, of_weight, mask=ok)
         tl.store(Sums + size, of_bias, mask=ok)
+        tl.store(Sums + 2 * size, of_more, mask=ok)
 
     return norm_forward, norm_backward
 
@@ -123,9 +147,10 @@ def _results(hidden: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 @torch.library.custom_op("relpos::add_norm", mutates_args=())
 def _add_norm(
-    hidden: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float, dtype: torch.dtype  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`hidden + x`; that normed; mean and 1 / deviation of its rows."""
+    hidden: Tensor, x: Tensor, weight: Tensor, bias: _O, eps: float, dtype: torch.dtype, of_x: _O
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`hidden + x`; that normed; mean and 1 / deviation of its rows. `of_x`, a bias that x has in it, is there for its
+    gradient alone."""
     results = _results(hidden, x, dtype)
     size = hidden.shape[-1]
     given = [hidden.contiguous(), x.contiguous(), weight, bias, *results]
@@ -134,7 +159,7 @@ def _add_norm(
 
 
 @_add_norm.register_fake
-def _(hidden, x, weight, bias, eps, dtype):  # type: ignore[no-untyped-def]
+def _(hidden, x, weight, bias, eps, dtype, of_x):  # type: ignore[no-untyped-def]
     return _results(hidden, x, dtype)
 
 
@@ -143,7 +168,7 @@ def _backward(
     d_total: Tensor, d_out: Tensor, total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, of_x: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of the total; the same in `of_x`, empty where that is no other dtype; parts of the sums over rows for
-    the weight and the bias, float32 [PROGRAMS, 2, size]."""
+    the weight, the bias and a bias in x, float32 [PROGRAMS, 3, size]."""
     _, rounded, _ = results = _gradients(total, weight, of_x)
     size = total.shape[-1]
     given = [d_total.contiguous(), d_out.contiguous(), total, mean, rstd, weight, *results]
@@ -159,23 +184,24 @@ def _(d_total, d_out, total, mean, rstd, weight, of_x):  # type: ignore[no-untyp
 
 def _gradients(total: Tensor, weight: Tensor, of_x: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     rounded = _like(total if of_x != total.dtype else total[:0], of_x)
-    return _like(total), rounded, weight.new_empty(PROGRAMS, 2, total.shape[-1], dtype=torch.float32)
+    return _like(total), rounded, weight.new_empty(PROGRAMS, 3, total.shape[-1], dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    hidden, x, weight, bias, _, _ = inputs
+    hidden, x, weight, bias, _, _, more = inputs
     total, _, mean, rstd = output
     ctx.save_for_backward(total, mean, rstd, weight)
-    ctx.dtypes = (hidden.dtype, x.dtype, None if bias is None else bias.dtype)
+    ctx.dtypes = (hidden.dtype, x.dtype, *[None if b is None else b.dtype for b in (bias, more)])
 
 
 def _gradient(ctx: Any, d_total: Tensor, d_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     total, mean, rstd, weight = ctx.saved_tensors
-    of_hidden, of_x, of_bias = ctx.dtypes
+    of_hidden, of_x, *of_biases = ctx.dtypes
     grad, rounded, parts = _backward(d_total, d_out, total, mean, rstd, weight, of_x)
-    sums = parts.sum(0)  # here, where it is compiled too
-    d_bias = None if of_bias is None else sums[1].to(of_bias)
-    return grad.to(of_hidden), rounded if of_x != total.dtype else grad, sums[0].to(weight.dtype), d_bias, None, None
+    d_weight, *d_biases = parts.sum(0)  # here, where it is compiled too
+    d_bias, d_more = (None if dtype is None else d.to(dtype) for d, dtype in zip(d_biases, of_biases, strict=True))
+    d_x = rounded if of_x != total.dtype else grad
+    return grad.to(of_hidden), d_x, d_weight.to(weight.dtype), d_bias, None, None, d_more
 
 
 _add_norm.register_autograd(_gradient, setup_context=_save)
@@ -187,4 +213,4 @@ def _block(size: int) -> dict[str, int]:
     return {"N": N, "num_warps": min(32, max(4, N // 512))}
 
 
-__all__ = ["add_norm", "fused"]
+__all__ = ["Owing", "add_norm", "fused", "owing"]

@@ -72,6 +72,8 @@ def test_attention(spec, head_dim, compiled):
     names = ["forward", "backward_q", "backward_k"]
     if spec == "t5":
         names = [*names, "backward_distance"]
+    if spec == "inkling":
+        names = [*names[:2], "bank_gradient", *names[2:]]
     if spec == "fire":
         sums = ["backward_distance", "profile_parts", "profile_gradient"]
         names = ["profile_table", "forward", "profile_table", "backward_q", "backward_k", *sums]

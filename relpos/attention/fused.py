@@ -158,6 +158,7 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
     "profile_table": ((64, 64, 4, 1, 0), (64, 64, 4, 1, 0)),
     "profile_parts": ((16, 16, 4, 1, 0), (16, 16, 4, 1, 0)),
     "profile_gradient": ((PARTS, PARTS, 4, 1, 0), (PARTS, PARTS, 4, 1, 0)),
+    "bank_gradient": ((64, 128, 8, 1, 0), (64, 128, 8, 1, 0)),
 }
 
 
@@ -183,7 +184,7 @@ _LONG: dict[tuple[str, int], tuple[int, Blocks]] = {
 
 
 def _blocks(kernel: str, q: Tensor, kind: int) -> Blocks:
-    if kernel.startswith("profile"):
+    if kernel.startswith(("profile", "bank")):  # they see no tile of scores
         return _BLOCKS[kernel][0]
     if q.dtype == torch.float32:  # tiles twice as large, and not fed to the tensor cores
         return (64, 32, 4, 1, 0) if kernel == "forward" and q.shape[-1] <= 64 and kind != BANK else (32, 32, 4, 1, 0)
@@ -365,6 +366,11 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends, table],
         [q, k, v, out, do, dq], [scale, call.reach, by_query.stride(-2), call.B, flags], GRAD=grad,
     )  # fmt: skip
+    grads: dict[int, Tensor] = {}
+    if kind == BANK and wants & B_:  # while the shares are in the cache
+        grads[B_] = torch.empty_like(b)
+        call.launch("bank_gradient", (-(-b.shape[1] * call.flags["RP"] // call.blocks("bank_gradient")[1]), 1),
+                    [grads[B_], by_bank], [], [*by_bank.shape[:2], *b.shape])  # fmt: skip
     table, flags = _beside(call, first, "backward_k", QM=QM)
     call.launch(
         "backward_k", (-(-call.Tk // of_keys[1]), call.B * k.shape[1]),
@@ -372,7 +378,6 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         [scale, call.reach, flags], GRAD=grad and at_keys, QM=QM,
     )  # fmt: skip
 
-    grads: dict[int, Tensor] = {}
     inputs = [q, k, v, do, lse, delta]
     if kind == SLOPE and wants:
         grads[A] = -by_key.sum((0, 2))
@@ -413,10 +418,6 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         grads[A] = _distance_gradient(call, inputs, a)
     elif kind == BANK:
         grads[A] = by_query
-        if wants & B_:
-            sums = by_bank.sum(0).unflatten(1, (4, -1, 2)).transpose(1, 2).flatten(1)  # as `_add_to_bank` keeps it
-            grads[B_] = lse.new_zeros(b.shape)
-            grads[B_][:, : sums.shape[0]] = sums[:, : b.shape[0]].T
     # An operator's results may not be one tensor twice, nor one of its inputs.
     return (dq, dk, dv, *[grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E)])
 

@@ -1155,6 +1155,25 @@ def backward_q(
 
 
 @triton.jit
+def bank_gradient(
+    DBank, ByBank, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H, GROUP, Tq, Tk, q_off,
+    c2, shares, most, rank, length, F: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a bank, [rank, length]: the sum of backward_q's shares, `ByBank` [shares, most, RP]; no query has
+    seen the distances from `most` on."""
+    at = tl.program_id(0) * F.BN + tl.arange(0, F.BN)
+    total = _zeros(F.BM, F.BN)
+    for start in range(0, shares, F.BM):
+        share = start + tl.arange(0, F.BM)[:, None]
+        ok = (share < shares) & (at < most * F.RP)[None, :]
+        total += tl.load(ByBank + share.to(tl.int64) * (most * F.RP) + at[None, :], mask=ok, other=0.0)
+    d = at // F.RP
+    n = at % F.RP
+    n = n % (F.RP // 4) // 2 * 8 + n // (F.RP // 4) * 2 + n % 2  # in which order `_add_to_bank` keeps them
+    tl.store(DBank + n * length + d, tl.sum(total, 0), mask=(n < rank) & (d < length))
+
+
+@triton.jit
 def _bends_at(Bends, m0, Tq, F: tl.constexpr):
     """`_bends` of the block that has query m0, as backward_q left them."""
     at = Bends + tl.minimum(m0, Tq - 1) // F.QM * (2 * F.KP) + tl.arange(0, F.KP)

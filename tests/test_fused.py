@@ -487,10 +487,13 @@ def test_where_the_knots_of_fire_lie():
             assert error <= 2 * allowed + 1e-5 * truth.norm().item() + 1e-7, (place, rate, name, error, allowed)
 
 
-@pytest.mark.parametrize(("causal", "T", "alike"), [(True, 70, 0), (False, 70, 0), (True, 256, 128)])
-def test_knots_with_a_rate_for_each_head_and_a_rho_for_each_text(causal, T, alike):
+@pytest.mark.parametrize(
+    ("causal", "T", "alike", "step"), [(True, 70, 0, 0), (False, 70, 0, 0), (True, 256, 128, 0), (True, 128, 0, 32)]
+)
+def test_knots_with_a_rate_for_each_head_and_a_rho_for_each_text(causal, T, alike, step):
     """No encoding here has them, but a term may. And of the second text all queries may have one rho, while of the
-    first only so many have it."""
+    first only so many have it. And it may change so from one block of queries to the next that all of one lie before
+    every knot, and nearly all of the next behind every one."""
     H, K = 2, 5
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator).double()  # noqa: E731
@@ -500,6 +503,8 @@ def test_knots_with_a_rate_for_each_head_and_a_rho_for_each_text(causal, T, alik
     rho = draw(2, T).abs() + 0.5
     if alike:
         rho[0, :alike] = rho[1] = rho[0, 0].clone()
+    if step:
+        rho[:, 1:] = torch.where(torch.arange(1, T) // step % 2 == 0, 0.02, 5.0)
     given = [torch.tensor([0.01, 0.8]), rho, slope, draw(H, 1) + jumps]
 
     def gradients(impl: str, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -226,7 +226,7 @@ class _Call:
             knots = c.numel()
             more |= {"KNOTS": knots, "KP": max(2, _power(knots)), "PP": _power(2 * knots + 1)}
             more |= {"ONE": b.numel() == 1 and not knots, "RAW": knots > 0}
-            more["SURE"] = knots > 0 and sure
+            more |= {"SURE": knots > 0 and sure, "HAS_FAR": knots > 0 and causal and docs is None and not window}
         elif kind == DISTANCE:
             size = a.shape[1]
             more["HAS_FAR"] = rows == ALL
@@ -351,7 +351,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     QM, of_keys = call.blocks("backward_q")[0], call.blocks("backward_k")
     assert QM % of_keys[0] == 0
     blocks = -(-call.Tq // QM)
-    bends = lse.new_empty(call.B, a.numel(), blocks, 2, call.flags["KP"]) if knots else delta
+    bends = lse.new_empty(call.B, a.numel(), blocks, 3, call.flags["KP"]) if knots else delta
     pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
     grid, by_bank = (blocks, call.B * call.H), delta
     if kind == BANK and grad:

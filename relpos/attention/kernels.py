@@ -54,7 +54,8 @@ BANK_BEFORE = tl.constexpr(128)  # zeros, at least as many as are loaded at once
 BLOCK = tl.constexpr(128)  # a multiple of every block of queries
 BITS = tl.constexpr(15)  # that hold the number of knots: there must be fewer
 MANY = tl.constexpr(1 << 15)
-# Of tiles: any; beyond the reach of a table or bank.
+NOWHERE = tl.constexpr(1 << 30)  # a distance that there is not
+# Of tiles: any; beyond the reach of a table or bank, or all on the same piece of a profile with knots.
 ANY, FAR = (tl.constexpr(n) for n in range(2))
 # Of queries: all; the first of each batch entry, as many as Term.first says; the others.
 ALL, FIRST, REST = (tl.constexpr(n) for n in range(3))
@@ -82,7 +83,7 @@ class Flags(NamedTuple):
     POWER: bool = False  # a profile of a power of the distance, not of a logarithm
     SURE: bool = False  # what rounding takes from weights and output is kept: delta needs no correction
     RP: int = 16
-    HAS_FAR: bool = False  # from `reach` on all distances are alike
+    HAS_FAR: bool = False  # tiles from some distance on are FAR
     GRAD: bool = False  # gradients of the term are wanted
     BM: int = 0  # queries and keys of a tile, and a power of two that holds its distances
     BN: int = 0
@@ -380,7 +381,7 @@ def _bends(rho, head):
 @triton.jit
 def _bends_of(Bends, b, h, H, blocks, t, F: tl.constexpr):
     """Where those of a head begin: all share them unless each has a rate of its own."""
-    return Bends + (b * (1 + (H - 1) * t.size) + h * t.size) * (blocks * 2 * F.KP)
+    return Bends + (b * (1 + (H - 1) * t.size) + h * t.size) * (blocks * 3 * F.KP)
 
 
 @triton.jit
@@ -400,6 +401,16 @@ def _knots_in(base, near, far, ZERO: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def _smooth(near, far, base, F: tl.constexpr):
+    """From which distance on the tiles of a block of queries lie on one piece and hold no knot, and that piece. `base`
+    is that of the farthest tile: if it holds a knot itself, there is no such distance."""
+    count = _knots_in(base, near, far, True, F)
+    below = count & (MANY - 1)
+    passed = tl.max(tl.where(tl.arange(0, F.KP) < below, near.to(tl.int32), 0), 0) + 1
+    return tl.where(count < MANY, passed, NOWHERE), below
+
+
+@triton.jit
 def _counted(count):
     """The two numbers of `_knots_in`, for use inside an `if` or a loop in a loop: Triton 3.6 loads a piece some tiles
     ahead, and inside of these would take the number that the load is for. It is told of another here."""
@@ -412,6 +423,13 @@ def _piece(t, head, r, F: tl.constexpr):
     """Slope and offset of piece r."""
     p = head.h * (F.KNOTS + 1) + r
     return tl.load(t.d + p) * head.unit, tl.load(t.e + p) * head.unit
+
+
+@triton.jit
+def _on_piece(t, head, r, F: tl.constexpr):
+    """A head for tiles that are FAR: all of them on piece r."""
+    slope, far = _piece(t, head, r, F)
+    return Head(head.h, head.unit, slope, head.rate, far, head.knots)
 
 
 @triton.jit
@@ -497,6 +515,9 @@ def _add_bias(
             psi = _spread(by_distance, TURNED, F)
             if F.KNOTS == 0:
                 s += (head.slope * q.rho) * psi
+            elif MODE == FAR:
+                s = tl.fma(head.slope * q.rho, psi, s)
+                far = head.far
             else:
                 s, far = _add_profile(s, psi, count, q, head, t, ZERO, TURNED, F)
     if F.KIND == DISTANCE:
@@ -650,8 +671,8 @@ def _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F: tl.constexpr):
 
 @triton.jit
 def _range_of_keys(Docs, mcol, klen, Tk, reach, F: tl.constexpr):
-    """For a block of queries: where the keys begin; where tiles stop being far (one value for all distances); where
-    they stop being visible throughout; where they end. All but the last are multiples of BN."""
+    """For a block of queries: where the keys begin; where tiles stop being FAR; where they stop being visible
+    throughout; where they end. All but the last are multiples of BN."""
     begin = 0
     end = klen
     full = klen // F.BN * F.BN
@@ -711,7 +732,7 @@ def _forward_tiles(
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
         count = 0
-        if F.KNOTS > 0:
+        if F.KNOTS > 0 and MODE != FAR:
             count = _knots_in(mcol - n0, info.near, info.far, ZERO, F)
         s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, False, MODE, F)
         if MASKED:
@@ -755,6 +776,10 @@ def _own_output(
     q = _features(Q + b * q_b + h * q_h, r.to(tl.int64), q_t, r < Tq, True, F)
     head = _head(t, h, c2, F)
     info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
+    away = head  # for tiles that are FAR
+    if F.KNOTS > 0 and F.HAS_FAR:
+        reach, piece = _smooth(info.near, info.far, mcol, F)
+        away = _on_piece(t, head, piece, F)
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     acc = _blank(F.BM, F.DP, Tk)
     l = _zeros(F.BM, 8)
@@ -763,7 +788,7 @@ def _own_output(
     V += b * v_b + (h // GROUP) * v_h
     SK = t.b + b * t.k_b + h * Tk
     if F.HAS_FAR and F.CAUSAL:
-        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
+        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, away, t, c2,
                                    False, FAR, F)  # fmt: skip
     if not (F.DOCS or F.WINDOW > 0):
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
@@ -845,7 +870,7 @@ def _backward_q_tiles(
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
         count = 0
-        if F.KNOTS > 0:
+        if F.KNOTS > 0 and MODE != FAR:
             count = _knots_in(mcol - n0, info.near, info.far, ZERO, F)
         s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, False, MODE, F)
         level = lse - far * c2 if F.KNOTS > 0 else lse
@@ -881,9 +906,10 @@ def _backward_q_tiles(
                 d = tl.abs(_distances(mcol - n0, False, F)).to(tl.float32)
                 away = _spread(d / (head.rate * d + 1.0), False, F)
                 below, inside = _counted(count)
-                if below != pieces.held:
-                    pieces = _settle(pieces, below, row, by_psi, by_away, info.rho, head, t, F)
-                    row, by_psi, by_away = _zeros(F.BM, 4), _zeros(F.BM, 4), _zeros(F.BM, 4)
+                if MODE != FAR:
+                    if below != pieces.held:
+                        pieces = _settle(pieces, below, row, by_psi, by_away, info.rho, head, t, F)
+                        row, by_psi, by_away = _zeros(F.BM, 4), _zeros(F.BM, 4), _zeros(F.BM, 4)
                 x = ds
                 if ZERO:  # the distance 0, below knots that were not counted
                     x = tl.where(psi == 0.0, ds, 0.0)
@@ -892,8 +918,9 @@ def _backward_q_tiles(
                 row += _fold(x, F.BM, F.BN)
                 by_psi += _fold(x * psi, F.BM, F.BN)
                 by_away += _fold(x * away, F.BM, F.BN)
-                if inside > 0:
-                    pieces = _over_knots(pieces, x, psi, away, below, inside, info.rho, head, t, F)
+                if MODE != FAR:
+                    if inside > 0:
+                        pieces = _over_knots(pieces, x, psi, away, below, inside, info.rho, head, t, F)
             if F.KIND == BANK and MODE != FAR:
                 part = ds.to(k.dtype)
                 if LEAN:
@@ -1030,11 +1057,18 @@ def _own_queries(
     head = _head(t, h, c2, F)
     info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
+    held = 0
+    away = head
+    if F.KNOTS > 0 and F.HAS_FAR:
+        reach, held = _smooth(info.near, info.far, mcol, F)
+        away = _on_piece(t, head, held, F)
     if F.KNOTS > 0:
         if (h == 0) | (t.size > 0):
-            at = _bends_of(Bends, b, h, H, blocks, t, F) + m0 // F.BM * (2 * F.KP) + tl.arange(0, F.KP)
+            n = tl.arange(0, F.KP)
+            at = _bends_of(Bends, b, h, H, blocks, t, F) + m0 // F.BM * (3 * F.KP) + n
             tl.store(at, info.near)
             tl.store(at + F.KP, info.far)
+            tl.store(at + 2 * F.KP, tl.where(n == 0, reach, held).to(tl.float32))
     if F.CANCEL and (F.KIND == SLOPE or F.KIND == POTENTIAL):
         fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
         lse += tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, c2, F), 1)
@@ -1048,17 +1082,17 @@ def _own_queries(
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     dq = _blank(F.BM, F.DP, Tk + m0 if F.KIND == BANK and not F.HAS_FAR else Tk)
     zero = _zeros(F.BM, 4)
-    held = 0.0
+    tile = 0.0
     if F.KIND == BANK:
-        held = _zeros(F.BM, F.BN).to(q.dtype)
-    sums = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), held, zero, zero)
-    pieces = Pieces(tl.cast(0, tl.int32), zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
+        tile = _zeros(F.BM, F.BN).to(q.dtype)
+    sums = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), tile, zero, zero)
+    pieces = Pieces(tl.cast(held, tl.int32), zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
     K += b * k_b + (h // GROUP) * k_h
     V += b * v_b + (h // GROUP) * v_h
     SK = t.b + b * t.k_b + h * Tk
     if F.HAS_FAR and F.CAUSAL:
         dq, sums, pieces = _backward_q_tiles(
-            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, SK, ByBank, most, info, head,
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, SK, ByBank, most, info, away,
             t, c2, False, FAR, F)  # fmt: skip
     if not (F.DOCS or F.WINDOW > 0):
         dq, sums, pieces = _backward_q_tiles(
@@ -1112,8 +1146,8 @@ def backward_q(
     potentials and of rho, or [B, Tq, H, RP] of a bank's rows, by_t from token to token; ByGate [B, H, Tq].
     Of a profile with knots: `PieceSums` [B, H, blocks, 2, PP], sums of dS * u and of dS over the tiles that begin on
     each piece, then over what lies above each knot, and at the very end of the first the gradient of the rate; and for
-    backward_k `Bends` [B, 1 or H, blocks, 2, KP]. Of a bank: `ByBank` [programs, distances, RP], each program's share,
-    for which it takes many blocks, long rows and short ones."""
+    backward_k `Bends` [B, 1 or H, blocks, 3, KP]: near, far, and what `_smooth` says. Of a bank: `ByBank` [programs,
+    distances, RP], each program's share, for which it takes many blocks, long rows and short ones."""
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     blocks = tl.cdiv(Tq, F.BM)
     if F.KIND == BANK and F.GRAD:
@@ -1176,8 +1210,24 @@ def bank_gradient(
 @triton.jit
 def _bends_at(Bends, m0, Tq, F: tl.constexpr):
     """`_bends` of the block that has query m0, as backward_q left them."""
-    at = Bends + tl.minimum(m0, Tq - 1) // F.QM * (2 * F.KP) + tl.arange(0, F.KP)
+    at = Bends + tl.minimum(m0, Tq - 1) // F.QM * (3 * F.KP) + tl.arange(0, F.KP)
     return tl.load(at), tl.load(at + F.KP)
+
+
+@triton.jit
+def _smooth_rows(Bends, begin, end, base, F: tl.constexpr):
+    """From which query on, between begin and end, the tiles of a block of keys lie on one piece and hold no knot, and
+    that piece; `base` is that of query 0. They are those of `_smooth`, of one piece in all blocks of queries."""
+    last = (end - 1) // F.QM
+    most = tl.load(Bends + tl.maximum(last, 0) * (3 * F.KP) + 2 * F.KP + 1)
+    behind = tl.zeros((32,), tl.int32)  # the last block that is not of them
+    for first in range(begin // F.QM, last + 1, 32):
+        n = first + tl.arange(0, 32)
+        at = Bends + tl.minimum(n, last) * (3 * F.KP) + 2 * F.KP
+        rough = (tl.load(at) > (base - (F.BN - 1) + n * F.QM).to(tl.float32)) | (tl.load(at + 1) != most)
+        behind = tl.where(rough & (n <= last), n + 1, behind)
+    found = tl.max(behind, 0) * F.QM
+    return found, tl.where(found < end, most, 0.0).to(tl.int32)
 
 
 @triton.jit
@@ -1191,7 +1241,7 @@ def _backward_k_tiles(
     count = 0
     near = 0.0
     far = 0.0
-    if F.KNOTS > 0:
+    if F.KNOTS > 0 and MODE != FAR:
         near, far = _bends_at(Bends, begin, Tq, F)
         count = _knots_in(q_off - n0 + begin, near, far, ZERO, F)
         near, far = _bends_at(Bends, begin + F.BM, Tq, F)
@@ -1221,6 +1271,7 @@ def _backward_k_tiles(
         s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, True, MODE, F)
         if F.KNOTS > 0:
             lse -= offset * c2
+        if F.KNOTS > 0 and MODE != FAR:
             # Of the next tile, from what was loaded in the last one: nobody waits for a load.
             count = _knots_in(q_off - n0 + m0 + F.BM, near, far, ZERO, F)
             near, far = _bends_at(Bends, m0 + 2 * F.BM, Tq, F)
@@ -1283,7 +1334,7 @@ def backward_k(
     k = _features(K + b * k_b + hk * k_h, j1.to(tl.int64), k_t, j1 < Tk, True, F)
     v = _features(V + b * v_b + hk * v_h, j1.to(tl.int64), v_t, j1 < Tk, True, F)
     doc_lo, doc_hi = _borders(Docs, j, Tk, F)
-    # Queries that see the block: rows begin .. end; up to `full` the mask matters; from `far` on distance is constant.
+    # Queries that see the block: rows begin .. end; up to `full` the mask matters; from `far` on tiles are FAR.
     begin = 0
     end = Tq
     if F.DOCS:
@@ -1305,7 +1356,7 @@ def backward_k(
         full = end
     full = tl.minimum(full, tl.maximum(end, begin))
     far = end
-    if F.HAS_FAR and F.CAUSAL:
+    if F.HAS_FAR and F.CAUSAL and F.KNOTS == 0:
         far = (tl.maximum(reach + n0 + F.BN - 1 - q_off, 0) + F.BM - 1) // F.BM * F.BM
         far = tl.maximum(tl.minimum(far, end), full)
 
@@ -1342,6 +1393,11 @@ def backward_k(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, shown, start, n0, q_off, klen, b,
                 Tq, sj, sref, doc_lo, doc_hi, near, table, Bends, c2, False, ANY, G)  # fmt: skip
             shown = tl.maximum(full, start)
+        away = head
+        if F.KNOTS > 0 and F.HAS_FAR:
+            far, piece = _smooth_rows(Bends_h, shown, end, q_off - n0, F)
+            far = tl.maximum(tl.minimum(far, end), shown)
+            away = _on_piece(t, head, piece, F)
         if F.CAUSAL or F.DOCS or F.WINDOW > 0:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, start, shown, n0, q_off, klen,
@@ -1353,7 +1409,7 @@ def backward_k(
         if F.HAS_FAR and F.CAUSAL:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, far, end, n0, q_off, klen, b, Tq,
-                sj, sref, doc_lo, doc_hi, head, t, Bends_h, c2, False, FAR, F)  # fmt: skip
+                sj, sref, doc_lo, doc_hi, away, t, Bends_h, c2, False, FAR, F)  # fmt: skip
         if F.GRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1

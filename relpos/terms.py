@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Union
+from typing import Any, Union
 
 import torch
 from torch import Tensor
@@ -38,18 +38,12 @@ def full_precision(x: Tensor) -> torch.autocast:
 class Slope:
     slopes: Tensor  # [H]
 
-    def rows(self, rows: slice) -> Slope:
-        return self
-
 
 @dataclass(frozen=True)
 class Distance:
     values: Tensor  # [H, m]
     origin: int  # the column of `values` that holds distance 0; 0 in a causal model
     formula: Callable[[Tensor], Tensor] | None = None  # integer distances [...] -> [H, ...]: for positions with gaps
-
-    def rows(self, rows: slice) -> Distance:
-        return self
 
 
 @dataclass(frozen=True)
@@ -81,17 +75,11 @@ class Profile:
         # d = 0 gives 0 whatever the rate; keeping it out of pow keeps 0 * log 0 out of the gradient.
         return torch.where(d == 0, 0.0, d.abs().clamp(min=1).to(rate.dtype) ** rate)
 
-    def rows(self, rows: slice) -> Profile:
-        return replace(self, rho=self.rho[:, rows])
-
 
 @dataclass(frozen=True)
 class Bank:
     query: Tensor  # [B, H, Tq, R]
     bank: Tensor  # [R, m], columns are distances 0 .. m-1
-
-    def rows(self, rows: slice) -> Bank:
-        return replace(self, query=self.query[:, :, rows])
 
 
 Term = Union[Slope, Distance, Potential, Profile, Bank]
@@ -111,7 +99,7 @@ class Rotation:
 def check_borders(cu_seqlens: Tensor, length: int) -> None:
     """UserError for borders of documents that are none. Their values are read on the CPU alone, and not in a compiled
     model: elsewhere the host would wait for them."""
-    if cu_seqlens.is_floating_point() or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+    if not whole(cu_seqlens) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise UserError(
             f"cu_seqlens must be one row of document borders, whole numbers from 0 to {length}, not "
             f"{list(cu_seqlens.shape)} of {cu_seqlens.dtype}"
@@ -121,6 +109,18 @@ def check_borders(cu_seqlens: Tensor, length: int) -> None:
         if borders[0] != 0 or borders[-1] != length or sorted(borders) != borders:
             shown = f"{borders[:8]}{'...' if len(borders) > 8 else ''}"
             raise UserError(f"cu_seqlens must rise from 0 to {length}, the number of tokens; it is {shown}")
+
+
+def check_devices(what: str, device: torch.device, **others: Any) -> None:
+    """UserError for a tensor that is not where `what` is."""
+    for name, x in others.items():
+        if isinstance(x, Tensor) and x.device != device:
+            raise UserError(f"{name} is on {x.device} and {what} on {device}: move one of them, .to({str(device)!r})")
+
+
+def whole(x: Tensor) -> bool:
+    """Whether it holds whole numbers."""
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 @dataclass(frozen=True)

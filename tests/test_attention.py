@@ -432,23 +432,23 @@ def test_compiles_for_growing_lengths():
 def test_choose_says_what_and_why():
     q = torch.zeros(1, 2, 16, HEAD_DIM, requires_grad=True)
     layout = Layout(16, 16, q.device)
-    assert choose("reference", q, q, [], layout) == ("reference", "asked for")
-    assert choose("blockwise", q, q, [], layout) == ("blockwise", "asked for")
-    how, why = choose("auto", q, q, [], layout)
+    assert choose("reference", q, q, q, [], layout) == ("reference", "asked for")
+    assert choose("blockwise", q, q, q, [], layout) == ("blockwise", "asked for")
+    how, why = choose("auto", q, q, q, [], layout)
     assert how == "reference" and "small enough to be dense" in why
-    how, why = choose("auto", q.detach(), q.detach(), [], layout)
+    how, why = choose("auto", q.detach(), q.detach(), q.detach(), [], layout)
     assert how == "blockwise" and "no gradient is wanted" in why
     long = torch.zeros(1, 2, 1, HEAD_DIM, requires_grad=True).expand(-1, -1, 4096, -1)
-    how, why = choose("auto", long, long, [], Layout(4096, 4096, q.device))
+    how, why = choose("auto", long, long, long, [], Layout(4096, 4096, q.device))
     assert how == "blockwise" and "memory linear in the length" in why
-    assert choose("auto", long, long, [], layout, return_weights=True) == ("reference", "the weights were asked for")
+    assert choose("auto", q, q, q, [], layout, return_weights=True) == ("reference", "the weights were asked for")
     with pytest.raises(UserError, match="impl='fused' cannot run here: .*impl='auto' picks one that can"):
-        choose("fused", q, q, [], layout)
+        choose("fused", q, q, q, [], layout)
     with pytest.raises(UserError, match="there is no implementation 'blokwise'. Did you mean 'blockwise'"):
-        choose("blokwise", q, q, [], layout)
+        choose("blokwise", q, q, q, [], layout)
     for impl in ("blockwise", "fused"):
         with pytest.raises(UserError, match=f"impl='{impl}' never holds the weights"):
-            choose(impl, q, q, [], layout, return_weights=True)
+            choose(impl, q, q, q, [], layout, return_weights=True)
 
 
 def test_explain_answers_for_a_call():
@@ -497,6 +497,10 @@ def test_explain_takes_the_arguments_of_attention():
     assert relpos.explain(inputs.q, inputs.k, inputs.v, "alibi", scale=0.3, window=3)[0] in ("reference", "blockwise")
     with pytest.raises(UserError, match="no argument 'windw'. Did you mean 'window'"):
         relpos.explain(inputs.q, inputs.k, inputs.v, "alibi", windw=3)
+    relpos.explain(inputs.q, inputs.k, inputs.v, "alibi", sinks=None, softcap=None, dropout=0.0)
+    for match, wrong in (("soft-capping is not", {"softcap": 3.0}), ("scale must be a number above 0", {"scale": -1})):
+        with pytest.raises(UserError, match=match):
+            relpos.explain(inputs.q, inputs.k, inputs.v, "alibi", **wrong)
 
 
 def test_auto_is_the_same_at_a_length_where_it_is_blockwise(monkeypatch):
@@ -526,6 +530,8 @@ def test_bad_input():
     bad("do not fit together", v=x(2, 4, 5, 8))
     bad("do not fit together", k=x(3, 4, 6, 8), v=x(3, 4, 6, 8))
     bad("4 query heads cannot share 3 key heads", k=x(2, 3, 6, 8), v=x(2, 3, 6, 8))
+    bad("4 query heads cannot share 0 key heads", k=x(2, 0, 6, 8), v=x(2, 0, 6, 8))
+    bad("causal must be True or False, not 'no'", causal="no")
     bad("alibi was built for 5 heads and q has 4", encoding=build("alibi", heads=5))
     bad(r"rope was built for heads of 16 features and q has 8", encoding=build("rope", heads=4, head_dim=16))
     bad("there is no encoding 'alibbi'. Did you mean 'alibi'", encoding="alibbi")
@@ -533,6 +539,7 @@ def test_bad_input():
     bad("encoding must be", encoding=3)
     bad(r"key_padding_mask must be \[B, Tk\] = \[2, 6\], not \[2, 5\]", key_padding_mask=x(2, 5, dtype=torch.bool))
     bad("key_padding_mask must be bool, True for real tokens, not torch.float32", key_padding_mask=x(2, 6))
+    bad("True for real tokens, not torch.complex64", key_padding_mask=x(2, 6, dtype=torch.complex64))
     bad("batch must be 1, not 2", cu_seqlens=torch.tensor([0, 6]))
     one = {"q": x(1, 4, 6, 8), "k": x(1, 4, 6, 8), "v": x(1, 4, 6, 8)}
     borders = "cu_seqlens must be one row of document borders, whole numbers from 0 to 6"
@@ -548,6 +555,7 @@ def test_bad_input():
     bad(r"q_offset must be an int or \[B\] = \[2\], not \[3\]", q_offset=torch.tensor([0, 0, 0]))
     bad(r"positions must be \[1 or B, Tk\] = \[2, 6\], not \[2, 5\]", positions=x(2, 5).long())
     bad("window must be at least 1", window=0)
+    bad("window must be at least 1, and below 2\\^63, not 1000", window=10**30)
     bad("window must be a whole number, not 2.5", window=2.5)
     bad("window must be a whole number, not '5'", window="5")
     bad("q_offset must be a whole number, not 1.5", q_offset=1.5)
@@ -555,6 +563,7 @@ def test_bad_input():
     bad("q_offset=4 puts 3 queries outside 6 keys", q=x(2, 4, 3, 8), q_offset=torch.tensor([0, 4]))
     bad("q_offset=-1 puts", q=x(2, 4, 3, 8), q_offset=torch.tensor([-1, 0]))
     bad("positions must be whole numbers, not torch.float32", encoding="rope", positions=torch.arange(6) / 2)
+    bad("positions must be whole numbers, not torch.bool", positions=x(2, 6, dtype=torch.bool))
     far = torch.arange(6) + 10000
     bad("there are 10006", encoding="xpos", positions=far, q=x(2, 4, 6, 8).half(), k=x(2, 4, 6, 8).half())
     far = {name: x(1, 1, 6000, 8).half() for name in "qkv"}
@@ -571,6 +580,8 @@ def test_bad_input():
     bad("hidden has 31 features; cable was built for 32", encoding=cable, hidden=x(2, 6, 31))
     bad("hidden has 5 tokens but there are 6 keys: pass state too", encoding=cable, hidden=x(2, 5, 32))
     bad("hidden has 5 tokens; expected 6", encoding=cable, hidden=x(2, 5, 32), state=x(2, 4, 6))
+    for wrong in (torch.tensor(1.0), x(6, 32), x(2, 6, 32).long()):
+        bad(r"hidden must be \[B, T, hidden_size\] of a floating point type", encoding=cable, hidden=wrong)
     bad("hidden has a batch of 3", encoding=cable, hidden=x(3, 6, 32))
     bad(r"state must be \[B, S, Tk\]", encoding=cable, hidden=x(2, 6, 32), state=x(2, 4, 5))
     bad("fox is defined for causal attention only", encoding=build("fox", heads=4, head_dim=8), causal=False)
@@ -589,6 +600,52 @@ def test_a_coarser_hidden_state_and_things_that_are_no_tensors():
         ("hidden must be a tensor", {"hidden": [1.0]}),
         ("scale must be a number", {"hidden": hidden, "scale": "x"}),
         ("scale must be a number above 0", {"hidden": hidden, "scale": 0.0}),
+        ("scale must be a number above 0, not True", {"hidden": hidden, "scale": True}),
     ):
         with pytest.raises(UserError, match=match):
             relpos.attention(q, q, q, encoding, **wrong)
+
+
+def test_everything_is_on_one_device():
+    inputs = Inputs(4, 6, dtype=torch.float32)
+    q, away = inputs.q, {"device": "meta"}
+    one = {"q": q[:1], "k": q[:1], "v": q[:1]}
+    bad("k is on meta and q on cpu: move one of them", k=q.to("meta"))
+    bad("key_padding_mask is on meta", key_padding_mask=torch.ones(2, 6, dtype=torch.bool, **away))
+    bad("cu_seqlens is on meta", cu_seqlens=torch.tensor([0, 6], **away), **one)
+    bad("q_offset is on meta", q_offset=torch.zeros(2, dtype=torch.long, **away))
+    bad("positions is on meta", positions=torch.zeros(6, dtype=torch.long, **away))
+    bad("hidden is on meta", encoding=build("cable", heads=4, head_dim=8), hidden=torch.zeros(2, 6, 32, **away))
+    bad("the encoding kerple is on meta", encoding=build("kerple", heads=4, head_dim=8).to("meta"))
+
+
+def test_a_mask_of_whole_numbers_is_one_of_real_tokens():
+    """Segment ids too: what is not 0 is real."""
+    inputs = Inputs(4, 6, dtype=torch.float32)
+    mask = torch.tensor([[1, 1, 2, 2, 3, 0], [0, 2, 2, 2, 2, 2]])
+    cable, rope = build("cable", heads=4, head_dim=8), "rope:scaling=dynamic,factor=2,original_max_position_embeddings=3"
+    for encoding, hidden in (("alibi", None), (cable, torch.randn(2, 6, 32)), (rope, None)):
+        for impl in ("reference", "blockwise"):
+            out, same = (
+                relpos.attention(
+                    inputs.q, inputs.k, inputs.v, encoding, hidden=hidden, key_padding_mask=given, impl=impl
+                )
+                for given in (mask, mask.bool())
+            )
+            assert torch.equal(out, same)
+
+
+def test_blockwise_says_that_it_has_no_rule_for_transforms():
+    q = torch.randn(1, 2, 6, HEAD_DIM)
+    with pytest.raises(UserError, match="impl='blockwise' has no rule for torch.func"):
+        torch.func.grad(lambda q: relpos.attention(q, q, q, "alibi", impl="blockwise").sum())(q)
+
+
+def test_bad_input_of_a_bias_matrix():
+    for match, *wrong in (
+        ("length must be a whole number", "alibi", True),
+        ("10000000000 x 10000000000 for each head is too large", "alibi", 10**10),
+        (r"hidden must be a tensor \[B,T,hidden_size\], not list", build("cable", heads=2, head_dim=8), 6, [[0.0]]),
+    ):
+        with pytest.raises(UserError, match=match):
+            relpos.bias_matrix(*wrong)

@@ -158,6 +158,11 @@ def test_window(spec):
     compare(spec, HALF, window=9)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_that_shows_all(causal):
+    compare("alibi", HALF, T=40, heads=2, key_heads=2, window=(1 << 31) - 1, causal=causal)
+
+
 @pytest.mark.parametrize("spec", KINDS)
 def test_whole_blocks(spec):
     """Loads go without masks, and a profile has tiles on one piece, with one rho and with many."""
@@ -673,10 +678,9 @@ class Counted:
         ("kerple", {"bias": False}, False),
         ("rope", {}, False),
         ("fire:length=7", {}, False),
-        ("inkling", {}, False),
         ("inkling", {"bias": False}, False),
         ("inkling", {}, True),
-        ("inkling:rank=5", {}, False),  # which the kernels want zeros around
+        *[(case.spec, {}, False) for case in FUSABLE if build(case.spec).rows is not None],
     ],
 )
 def test_a_compiled_model(spec, settings, padded):
@@ -705,8 +709,10 @@ def test_a_compiled_model(spec, settings, padded):
     packed = not padded and spec != "rope"
     if "bias" not in settings:
         assert (not compiled["model.layers.0.attention.qkv.bias"][of_keys].any()) == packed
-    apart = {"cable": 1, "inkling": padded, "inkling:rank=5": 1}  # products of an encoding's own
-    assert backend.products == 4 + 3 + apart.get(spec, 0)  # those of the layer; the logits and their gradients
+    rows = build(spec, heads=4, head_dim=16).rows
+    beside = packed and rows is not None and fused.packs_rows(rows.out_features // 4)  # of others zeros are wanted
+    apart = spec == "cable" or (rows is not None and not beside)  # a product of the encoding's own
+    assert backend.products == 4 + 3 + apart  # those of the layer; the logits and their gradients
 
 
 def test_a_compiled_encoder():

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from relpos.attention import blockwise, cpu, fused, reference, rotary
 from relpos.encodings import Encoding, build
-from relpos.errors import UserError, nearest
-from relpos.terms import Context, Layout, Rotation, Term, check_borders
+from relpos.errors import UserError, nearest, too_large
+from relpos.terms import Context, Layout, Rotation, Term, check_borders, check_devices, whole
 
 IMPLEMENTATIONS = ("auto", "reference", "blockwise", "fused")
 DENSE_CELLS = 1 << 23  # up to so many score cells the dense reference is the faster of the two on a CPU
@@ -27,10 +28,10 @@ def choose(
     impl: str,
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     terms: list[Term],
     layout: Layout,
     *,
-    v: Tensor | None = None,
     rescores: bool = False,
     return_weights: bool = False,
 ) -> tuple[str, str]:
@@ -44,8 +45,10 @@ def choose(
             raise UserError(f"impl={impl!r} never holds the weights; use impl='reference' or 'auto' to see them")
         return "reference", "the weights were asked for"
     if impl == "blockwise":
+        if fused.transformed():
+            raise UserError("impl='blockwise' has no rule for torch.func and forward-mode derivatives; 'reference' has")
         return impl, "asked for"
-    obstacle = fused.obstacle(q, k, k if v is None else v, terms, layout, rescores=rescores)
+    obstacle = fused.obstacle(q, k, v, terms, layout, rescores=rescores)
     if impl == "fused":
         if obstacle:
             raise UserError(f"impl='fused' cannot run here: {obstacle}. impl='auto' picks one that can")
@@ -77,16 +80,24 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with q and k already rotated. q [B,H,Tq,D], k and v [B,Hkv,Tk,D]. `packed`: all three in one tensor, where
     they are neither rotated nor cached."""
-    if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
-        raise UserError(f"scale must be a number above 0, not {scale!r}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    how, _ = choose(impl, q, k, terms, layout, v=v, rescores=rescore is not None, return_weights=return_weights)
+    scale = _scale_of(scale, q)
+    if layout.window is not None and layout.window >= layout.Tk and layout.positions is None:
+        layout = replace(layout, window=None)  # it shows all, and is cheaper not asked
+    how, _ = choose(impl, q, k, v, terms, layout, rescores=rescore is not None, return_weights=return_weights)
     if how == "reference":
         out, weights = reference.attend(q, k, v, terms, layout, scale, rescore)
         return (out, weights) if return_weights else out
     if how == "blockwise":
         return blockwise.attend(q, k, v, terms, layout, scale, rescore)
     return fused.attend(q, k, v, terms, layout, scale, packed)
+
+
+def _scale_of(scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 0 < scale < math.inf:
+        raise UserError(f"scale must be a number above 0, not {scale!r}")
+    return scale
 
 
 def prepare(
@@ -141,16 +152,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) 
     B, H, _, D = q.shape
     if k.shape[:3] != v.shape[:3] or k.shape[0] != B or k.shape[3] != D:
         raise UserError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
-    if H % k.shape[1]:
+    if not k.shape[1] or H % k.shape[1]:
         raise UserError(
             f"{H} query heads cannot share {k.shape[1]} key heads: the first must be a multiple of the second"
         )
+    if not isinstance(layout.causal, (bool, int)):
+        raise UserError(f"causal must be True or False, not {layout.causal!r}")
     if encoding.heads != H:
         raise UserError(f"{encoding.name} was built for {encoding.heads} heads and q has {H}")
     mask = layout.key_padding_mask
     if mask is not None and tuple(mask.shape) != (B, layout.Tk):
         raise UserError(f"key_padding_mask must be [B, Tk] = [{B}, {layout.Tk}], not {list(mask.shape)}")
-    if mask is not None and mask.is_floating_point():  # of those that are added, 0 means a real token
+    if mask is not None and (mask.is_floating_point() or mask.is_complex()):  # of those added, 0 means a real token
         raise UserError(f"key_padding_mask must be bool, True for real tokens, not {mask.dtype}")
     if layout.cu_seqlens is not None:
         check_borders(layout.cu_seqlens, layout.Tk)
@@ -161,10 +174,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) 
     given = layout.positions
     if given is not None and (given.dim() != 2 or given.shape[0] not in (1, B) or given.shape[1] != layout.Tk):
         raise UserError(f"positions must be [1 or B, Tk] = [{B}, {layout.Tk}], not {list(given.shape)}")
-    if given is not None and given.is_floating_point():
+    if given is not None and not whole(given):
         raise UserError(f"positions must be whole numbers, not {given.dtype}: for others there is rope:scaling=")
     offset, window = layout.q_offset, layout.window
-    if isinstance(offset, Tensor) and (offset.is_floating_point() or offset.dtype == torch.bool):
+    if isinstance(offset, Tensor) and not whole(offset):
         raise UserError(f"q_offset must be whole numbers, not {offset.dtype}")
     for what, value in (("q_offset", None if isinstance(offset, Tensor) else offset), ("window", window)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
@@ -180,8 +193,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, layout: Layout) 
         if low < 0 or high > layout.Tk - layout.Tq:
             wrong = low if low < 0 else high
             raise UserError(f"q_offset={wrong} puts {layout.Tq} queries outside {layout.Tk} keys")
-    if layout.window is not None and layout.window < 1:
-        raise UserError(f"window must be at least 1, not {layout.window}")
+    if layout.window is not None and not 1 <= layout.window < 1 << 63:
+        raise UserError(f"window must be at least 1, and below 2^63, not {layout.window}; None for no window")
 
 
 def attention(
@@ -213,11 +226,10 @@ def attention(
     text; q_offset, the column of the first query, `Tk - Tq` by default; window, a query sees keys with |d| < window.
 
     Returns [B,H,Tq,D], and the weights [B,H,Tq,Tk] with `return_weights`. The row of a query that sees no key, or is
-    padding itself, is zero. No value of a tensor is read on the host.
+    padding itself, is zero. No value of a tensor on a GPU is read on the host. Compiled whole (`fullgraph`), it takes
+    an encoding that is built: a string is built in every call.
     """
-    for what, given in (("attention sinks", sinks), ("soft-capping", softcap), ("attention dropout", dropout or None)):
-        if given is not None:
-            raise UserError(f"{what} is not supported: the kernels drop what is constant along a row of scores")
+    _refuse(sinks, softcap, dropout)
     q, k, terms, layout, rescore = _ready(
         q,
         k,
@@ -235,6 +247,12 @@ def attention(
     return attend(q, k, v, terms, layout, scale=scale, rescore=rescore, impl=impl, return_weights=return_weights)
 
 
+def _refuse(sinks: Any, softcap: Any, dropout: Any) -> None:
+    for what, given in (("attention sinks", sinks), ("soft-capping", softcap), ("attention dropout", dropout or None)):
+        if given is not None:
+            raise UserError(f"{what} is not supported: the kernels drop what is constant along a row of scores")
+
+
 def explain(
     q: Tensor,
     k: Tensor,
@@ -246,17 +264,22 @@ def explain(
     impl: str = "auto",
     return_weights: bool = False,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
     **where: Any,
 ) -> tuple[str, str]:
-    """The implementation that `attention` would run with the same arguments, and why; the scale makes no difference.
+    """The implementation that `attention` would run with the same arguments, and why, or the error that it would be.
     `where` is what says which query sees which key: causal, positions, key_padding_mask, cu_seqlens, q_offset,
     window."""
     known = ("causal", "positions", "key_padding_mask", "cu_seqlens", "q_offset", "window")
     for name in where:
         if name not in known:
             raise UserError(f"explain has no argument {name!r}.{nearest(name, known)}")
+    _refuse(sinks, softcap, dropout)
     q, k, terms, layout, rescore = _ready(q, k, v, encoding, hidden, state, **where)
-    return choose(impl, q, k, terms, layout, v=v, rescores=rescore is not None, return_weights=return_weights)
+    _scale_of(scale, q)
+    return choose(impl, q, k, v, terms, layout, rescores=rescore is not None, return_weights=return_weights)
 
 
 def _ready(
@@ -282,10 +305,20 @@ def _ready(
     for what, x in {"hidden": hidden, "state": state, "positions": positions, **tensors}.items():
         if x is not None and not isinstance(x, Tensor):
             raise UserError(f"{what} must be a tensor, not {type(x).__name__}")
+    weight = next(encoding.parameters(), None)
+    check_devices(
+        "q", q.device, k=k, v=v, hidden=hidden, state=state, positions=positions, q_offset=where.get("q_offset"),
+        **tensors, **{f"the encoding {encoding.name}": weight},
+    )  # fmt: skip
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
     layout = Layout(Tq=q.shape[2], Tk=k.shape[2], device=q.device, positions=positions, **where)
     _check(q, k, v, encoding, layout)
+    if layout.key_padding_mask is not None:
+        layout = replace(layout, key_padding_mask=layout.key_padding_mask.bool())
+    if hidden is not None and (hidden.dim() != 3 or not hidden.is_floating_point()):
+        raise UserError(f"hidden must be [B, T, hidden_size] of a floating point type, not {list(hidden.shape)} of "
+                        f"{hidden.dtype}")  # fmt: skip
     if hidden is not None and hidden.shape[0] != q.shape[0]:
         raise UserError(f"hidden has a batch of {hidden.shape[0]} and q of {q.shape[0]}")
     if state is not None and (state.dim() != 3 or state.shape[0] != q.shape[0] or state.shape[2] != k.shape[2]):
@@ -317,19 +350,32 @@ def bias_matrix(
             f"{encoding.name} adds nothing to the scores, so it has no bias matrix; look at its scores instead: "
             "relpos figure --kind scores"
         )
-    if not isinstance(length, int) or length < 1:
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise UserError(f"length must be a whole number, at least 1, not {length!r}")
-    if hidden is not None and hidden.dim() == 2:
+    if isinstance(hidden, Tensor) and hidden.dim() == 2:
         hidden = hidden[None]
     for name, x, shape in (("hidden", hidden, "[B,T,hidden_size]"), ("q", q, "[B,H,T,D]"), ("k", k, "[B,Hkv,T,D]")):
         if x is None:
             continue
+        if not isinstance(x, Tensor):
+            raise UserError(f"{name} must be a tensor {shape}, not {type(x).__name__}")
         if x.dim() != shape.count(",") + 1:
             raise UserError(f"{name} must be {shape}, not of the shape {list(x.shape)}")
         if x.shape[-2] != length:
             raise UserError(f"{name} has {x.shape[-2]} tokens; length is {length}")
         if bool(torch.isnan(x).any()):
             raise UserError(f"{name} holds NaN")
+    try:
+        return _matrix(encoding, length, hidden, q, k, causal)
+    except (MemoryError, RuntimeError) as error:
+        if too_large(error):
+            raise UserError(f"a matrix of {length} x {length} for each head is too large for this machine") from error
+        raise
+
+
+def _matrix(
+    encoding: Encoding, length: int, hidden: Tensor | None, q: Tensor | None, k: Tensor | None, causal: bool
+) -> Tensor:
     weight = next(encoding.parameters(), None)
     if hidden is not None and weight is not None:
         hidden = hidden.to(weight.dtype)

@@ -21,8 +21,8 @@ from relpos.terms import Layout, Potential, Profile, Term
 ROWS = 256  # queries of a block whose mask is a view
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor | None, terms: list[Term], layout: Layout) -> bool:
-    """Whether a call is one for this file; `v` may be unknown yet."""
+def serves(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout) -> bool:
+    """Whether a call is one for this file."""
     if q.device.type != "cpu" or not layout.plain or not layout.causal or layout.window is not None:
         return False
     if torch.compiler.is_compiling():
@@ -30,7 +30,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor | None, terms: list[Term], layout: La
     offset = layout.Tk - layout.Tq if layout.q_offset is None else layout.q_offset
     if not isinstance(offset, int) or q.dtype == torch.float16:
         return False
-    if v is not None and (v.shape[-1] != q.shape[-1] or v.dtype != q.dtype):
+    if v.shape[-1] != q.shape[-1] or v.dtype != q.dtype:
         return False
     if not torch.is_grad_enabled():
         return True

@@ -23,7 +23,7 @@ STRETCH = 128  # keys of one program, at least
 PROGRAMS = 528  # enough to fill a large GPU four times over
 KNOTS = 128  # of a profile that a program compares with at once
 RANK = 128  # of a bank, a tile of which takes shared memory
-NONE, PROFILE, BANK, POWER, ROW = 0, 4, 6, 8, 9  # as in kernels.py, fused.py and decode_kernels.py
+PROFILE, BANK, POWER, ROW = 4, 6, 8, 9  # as in kernels.py, fused.py and decode_kernels.py
 
 
 @functools.cache
@@ -33,8 +33,15 @@ def _kernels() -> Any:
     return decode_kernels.partial, decode_kernels.combine, kernels.Flags
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
+    """The next power of two."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def like(x: Tensor) -> Tensor:
+    """An empty [B,H,T,D] laid out as [B,T,H,D], so that merging the heads is free."""
+    B, H, T, D = x.shape
+    return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
 _T = Tensor
@@ -48,18 +55,18 @@ def _decode(q: _T, k: _T, v: _T, bias: _O, real: _O, count: _O, a: _O, b: _O, c:
     B, H, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     partial, combine, Flags = _kernels()
-    out = _result(q)
-    DP = max(16, _power(D))
+    out = like(q)
+    DP = max(16, power(D))
     flags = dict(KIND=PROFILE if kind == POWER else kind, POWER=kind == POWER, GATED=False)
     strides, size = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (a, b, c)], 0
     if a is not None and c is not None and kind in (PROFILE, POWER):
         strides = [0 if b is None or b.shape[0] == 1 else b.stride(0), 0, 0]
         size, knots = int(a.numel() > 1), c.numel()
-        flags |= {"KNOTS": knots, "KP": max(2, _power(knots))}
+        flags |= {"KNOTS": knots, "KP": max(2, power(knots))}
     elif a is not None and b is not None and kind == BANK:
         rank, size = b.shape
         strides = [0 if a.shape[0] == 1 else a.stride(0), a.stride(1), rank]  # a gate has no place here
-        flags["RP"] = max(16, _power(rank))
+        flags["RP"] = max(16, power(rank))
     elif a is not None:
         size = a.shape[-1]
         flags["GATED"] = c is not None
@@ -90,17 +97,12 @@ def _decode(q: _T, k: _T, v: _T, bias: _O, real: _O, count: _O, a: _O, b: _O, c:
     return out
 
 
-def _result(q: Tensor) -> Tensor:
-    B, H, Tq, D = q.shape
-    return q.new_empty(B, Tq, H, D).transpose(1, 2)
-
-
 _operator = torch.library.custom_op("relpos::decode", _decode, mutates_args=())
 
 
 @_operator.register_fake
 def _(q, k, v, bias, real, count, a, b, c, d, e, kind, origin, window, scale):
-    return _result(q)
+    return like(q)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout) -> bool:

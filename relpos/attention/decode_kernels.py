@@ -3,7 +3,9 @@ head, `combine` joins the stretches of one row.
 
 What is added to the scores comes by KIND as in kernels.py, and is computed here for the last token of a text: row r is
 head r of the group, and key j is Tk - 1 - j tokens back, or with META, where some keys are padding, as many as the
-running count of real ones says. Other positions and several queries come as ROW: the bias itself, [1 or B, H, Tq, Tk].
+running count of real ones says. Of a BANK it is the float32 bank itself that comes, as `b`: with its rank, and the
+stride of its rows' heads, where other kinds keep strides of their own. Other positions and several queries come as ROW:
+the bias itself, [1 or B, H, Tq, Tk].
 """
 
 from __future__ import annotations

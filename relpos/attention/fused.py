@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from relpos.attention import decode
+from relpos.attention.decode import like, power
 from relpos.errors import once
 from relpos.terms import Bank, Distance, Layout, Potential, Profile, Slope, Term
 
@@ -29,6 +30,7 @@ LOG2E = math.log2(math.e)
 PROGRAMS = 1056  # enough to fill a large GPU several times over
 TILES = 16  # of a diagonal that are worth a program
 SHARES = 1 << 28  # bytes of the shares in which a bank's gradient is summed, at most
+KNOTS = 1 << 15  # of a profile there must be fewer, as BITS in kernels.py says
 PARTS = 32  # in which the sums over the pieces of a profile are taken
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
 ALL, FIRST, REST = range(3)
@@ -125,6 +127,8 @@ def unsupported(terms: list[Term], layout: Layout, *, rescores: bool = False) ->
         return "a profile without knots has no gradient for rho"
     if isinstance(term, Profile) and term.knots.numel() and term.power:
         return "only the profile of a logarithm may have knots"
+    if isinstance(term, Profile) and term.knots.numel() >= KNOTS:
+        return f"it counts fewer than {KNOTS:,} knots, and this profile has {term.knots.numel():,}"
     if isinstance(term, Bank) and term.bank.shape[0] > 128:
         return f"its tiles hold banks of at most 128 profiles, not {term.bank.shape[0]}"
     if isinstance(layout.q_offset, Tensor) and layout.cu_seqlens is not None:
@@ -195,16 +199,6 @@ def _blocks(kernel: str, q: Tensor, kind: int) -> Blocks:
     return _WIDE.get((kernel, kind), (None, None))[large] or _BLOCKS[kernel][large]
 
 
-def _like(x: Tensor) -> Tensor:
-    """An empty [B,H,T,D] laid out as [B,T,H,D], so that merging the heads is free."""
-    B, H, T, D = x.shape
-    return x.new_empty(B, T, H, D).transpose(1, 2)
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 class _Call:
     """What the kernels of one call share."""
 
@@ -224,7 +218,7 @@ class _Call:
             strides[0] = 0 if b.shape[0] == 1 else b.stride(0)
             size = int(a.numel() > 1)
             knots = c.numel()
-            more |= {"KNOTS": knots, "KP": max(2, _power(knots)), "PP": _power(2 * knots + 1)}
+            more |= {"KNOTS": knots, "KP": max(2, power(knots)), "PP": power(2 * knots + 1)}
             more |= {"ONE": b.numel() == 1 and not knots, "RAW": knots > 0}
             more |= {"SURE": knots > 0 and sure, "HAS_FAR": knots > 0 and causal and docs is None and not window}
         elif kind == DISTANCE:
@@ -243,7 +237,7 @@ class _Call:
         exact = q.dtype == torch.float32
         self.flags = dict(
             KIND=kind, CAUSAL=causal, CANCEL=causal and not exact, EXACT=exact, D=self.D,
-            DP=max(16, _power(self.D)), META=meta is not None, DOCS=docs is not None, WINDOW=window,
+            DP=max(16, power(self.D)), META=meta is not None, DOCS=docs is not None, WINDOW=window,
             EVEN=meta is None and self.Tq % 128 == 0 and self.Tk % 128 == 0, **more,
         )  # fmt: skip
         # What backward_k reads of a query beside level and delta: gate, S_i or rho. FIRST queries lie among the REST.
@@ -264,7 +258,7 @@ class _Call:
 
     def flagged(self, blocks: Blocks, **flags: int) -> Any:
         BM, BN, *_ = blocks
-        return _kernels().Flags(**self.flags, **flags, BM=BM, BN=BN, SPAN=_power(BM + BN))
+        return _kernels().Flags(**self.flags, **flags, BM=BM, BN=BN, SPAN=power(BM + BN))
 
     def launch(self, kernel: str, grid: tuple[int, int], outs: list, strided: list[Tensor], scalars: list, **flags):
         """Tensors the kernel reads and writes, the term, strides of those with four dimensions, sizes, what is its own,
@@ -317,13 +311,13 @@ def _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q
 
 def _results(q, sure) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the log-sum-exp, and if asked for what rounding takes from the output."""
-    low = _like(q) if sure and q.dtype != torch.float32 else q.new_empty(0)
-    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32), low
+    low = like(q) if sure and q.dtype != torch.float32 else q.new_empty(0)
+    return like(q), q.new_empty(q.shape[:3], dtype=torch.float32), low
 
 
 def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset,
               scale, sure, wants, into=None):  # fmt: skip
-    dq, dk, dv, d_rows = into or (_like(q), _like(k), _like(v), None)
+    dq, dk, dv, d_rows = into or (like(q), like(k), like(v), None)
     if not q.numel():
         given = [torch.zeros_like(x) if wants >> n & 1 else lse.new_empty(0) for n, x in enumerate((a, b, c, d, e))]
         return (dq, dk.zero_(), dv.zero_(), *given)
@@ -355,7 +349,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
     grid, by_bank = (blocks, call.B * call.H), delta
     if kind == BANK and grad:
-        by_query = _like(a) if d_rows is None else d_rows
+        by_query = like(a) if d_rows is None else d_rows
         shape = min(call.reach, call.Tk), call.flags["RP"]  # of the bank's gradient, of which each program sums a share
         shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
         grid = (min(shares, grid[0] * grid[1]), 1)
@@ -488,7 +482,7 @@ class Packed(NamedTuple):
 
 def packs_rows(rank: int) -> bool:
     """Whether the kernels read rows of a bank with so many profiles as they are, without zeros around them."""
-    return rank == max(16, _power(rank))
+    return rank == max(16, power(rank))
 
 
 def _views(q, k, v, a, rank: int, heads: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -545,10 +539,10 @@ def _(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causa
       sure, heads, size, wants):  # fmt: skip
     terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e))]
     if kind == BANK and wants & A:
-        terms[0] = _like(a)
+        terms[0] = like(a)
     if k is None:
         return (torch.empty_like(q), lse.new_empty(0), lse.new_empty(0), *terms)
-    return (_like(q), _like(k), _like(v), *terms)
+    return (like(q), like(k), like(v), *terms)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -619,7 +613,7 @@ def _for_products(term: Bank, scale: float, dtype: torch.dtype, B: int) -> tuple
     """The rows, each text's own, and the bank as the kernels multiply them: of their dtype, 16 profiles or the next
     power of two, and zeros around the bank. Its gradient does not come this way."""
     rank, size = term.bank.shape
-    more = max(16, _power(rank)) - rank
+    more = max(16, power(rank)) - rank
     behind = BANK_BEHIND + -size % 16
     rows = (pad(term.query, (0, more)) if more else term.query).to(dtype)
     if rows.shape[0] != B or rows.stride(-1) != 1:
@@ -629,7 +623,7 @@ def _for_products(term: Bank, scale: float, dtype: torch.dtype, B: int) -> tuple
 
 
 def _operands(
-    terms: list[Term], layout: Layout, scale: float, dtype: torch.dtype | None, B: int
+    terms: list[Term], scale: float, dtype: torch.dtype | None, B: int
 ) -> tuple[list[Tensor | None], int, int]:
     """The kernels' operands a .. e; the kind; the origin. `dtype` is that of products; None: nothing is rounded."""
     term = terms[0] if terms else None
@@ -682,7 +676,7 @@ def attend(
     B = q.shape[0]
     if decode.serves(q, k, v, terms, layout):
         known = decode.computes(terms, layout)
-        operands = _operands(terms, layout, scale, None, B) if known else None
+        operands = _operands(terms, scale, None, B) if known else None
         return decode.attend(q, k, v, terms, layout, scale, operands)
     meta = docs = back = real = None
     offset: int | Tensor = layout.Tk - layout.Tq if layout.q_offset is None else layout.q_offset
@@ -705,7 +699,7 @@ def attend(
         number = torch.bucketize(torch.arange(layout.Tk, device=q.device), layout.cu_seqlens, right=True)
         docs = torch.stack((borders[number - 1], borders[number])).contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    given, kind, origin = _operands(terms, layout, scale, q.dtype, B)
+    given, kind, origin = _operands(terms, scale, q.dtype, B)
     start = 0 if isinstance(offset, Tensor) else int(offset)
     # Sums over the pieces of a profile need rows of dS that sum to zero.
     sure = isinstance(terms[0], Profile) and terms[0].knots.numel() > 0 if terms else False

@@ -268,7 +268,7 @@ def build(
     """
     hidden_size = heads * head_dim if hidden_size is None else hidden_size
     for what, value in (("heads", heads), ("head_dim", head_dim), ("hidden_size", hidden_size)):
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{what} must be a positive whole number, not {value!r}")
     name, raw = parse(spec)
     if not allow_file:

@@ -80,8 +80,8 @@ class Encoding(nn.Module):
 
     @property
     def rows(self) -> nn.Module | None:
-        """The linear layer whose output, for the layer's input, is the rows of its `Bank`, if it has one: attention may
-        then compute them beside q, k and v."""
+        """The linear layer whose output for the layer's input, unchanged, is the rows of its `Bank`: all profiles of
+        head 0, then those of head 1. Attention may then compute them beside q, k and v, and never see the `Bank`'s."""
         return None
 
     # What people ask of it.

@@ -24,14 +24,20 @@ from relpos.models.config import RelPosConfig, check_impl
 from relpos.models.convert import missing_folder
 from relpos.models.layers import MLP, Attention
 from relpos.models.loss import IGNORE
+from relpos.terms import whole
 
 
 def embedded(model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     """Token embeddings [B, T, hidden_size], looked up or given."""
     if (input_ids is None) == (inputs_embeds is None):
         raise UserError("pass input_ids or inputs_embeds, one of them")
-    given = inputs_embeds[..., 0] if inputs_embeds is not None else input_ids
-    assert given is not None
+    what = "input_ids" if inputs_embeds is None else "inputs_embeds"
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    if not isinstance(given, Tensor):
+        raise UserError(f"{what} must be a tensor, not {type(given).__name__}")
+    if whole(given) != (inputs_embeds is None):
+        raise UserError(f"{what} must be {'tokens' if inputs_embeds is None else 'vectors'}, not {given.dtype}")
+    given = given if inputs_embeds is None else given[..., 0]
     if given.dim() != 2 or given.shape[1] == 0:
         raise UserError(f"the input must be [batch, tokens] with at least one token; it is {list(given.shape)}")
     if input_ids is not None:
@@ -58,7 +64,7 @@ def checked_labels(labels: Tensor | None, hidden: Tensor, size: int) -> Tensor |
         return None
     if tuple(labels.shape) != tuple(hidden.shape[:2]):
         raise UserError(f"labels must be [batch, tokens] = {list(hidden.shape[:2])}, not {list(labels.shape)}")
-    if labels.is_floating_point() or labels.dtype == torch.bool:
+    if not whole(labels):
         raise UserError(f"labels must be whole numbers, those of tokens, not {labels.dtype}")
     labels = labels.long()
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():

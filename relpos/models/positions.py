@@ -18,7 +18,7 @@ from relpos.encodings import Encoding
 from relpos.errors import UserError
 from relpos.models.cache import RelPosCacheLayer
 from relpos.models.config import RelPosConfig
-from relpos.terms import Context, Layout, Rotation, Term, check_borders
+from relpos.terms import Context, Layout, Rotation, Term, check_borders, check_devices, whole
 
 
 def layout_of(
@@ -31,8 +31,13 @@ def layout_of(
     cache: Cache | None = None,
 ) -> Layout:
     """The layout of the new tokens [B, T, ...] behind what the cache holds. Updates the cache's positions and its
-    `first_length`. Reads no value of a tensor."""
+    `first_length`. Reads no value of a tensor on a GPU."""
     B, T = tokens.shape[:2]
+    given = {"attention_mask": attention_mask, "position_ids": position_ids, "cu_seqlens": cu_seqlens}
+    for what, x in given.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise UserError(f"{what} must be a tensor, not {type(x).__name__}")
+    check_devices("the model's input", tokens.device, **given)
     past = 0 if cache is None else cache.get_seq_length()
     Tk = past + T
     if attention_mask is not None and tuple(attention_mask.shape) != (B, Tk):
@@ -47,7 +52,7 @@ def layout_of(
             raise UserError(f"cu_seqlens packs documents into one row: the batch must be 1, not {B}")
         if attention_mask is not None or position_ids is not None or cache is not None:
             raise UserError("cu_seqlens says where documents begin and end: pass no mask, positions or cache with it")
-    mask = None if attention_mask is None else attention_mask.bool()
+    mask = None if attention_mask is None else _real(attention_mask)
     positions = _positions(position_ids, mask, B, T, past, cache, tokens.device)
     first = None
     if cache is not None:
@@ -67,6 +72,14 @@ def layout_of(
     )
 
 
+def _real(mask: Tensor) -> Tensor:
+    """Which tokens are real. A mask that is added to scores has 0 for these, where ours has 1."""
+    if mask.is_floating_point() and mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        if bool(((mask != 0) & (mask != 1)).any()):
+            raise UserError("attention_mask must be 1 for real tokens and 0 for padding; this one holds other numbers")
+    return mask.bool()
+
+
 def _positions(
     given: Tensor | None, mask: Tensor | None, B: int, T: int, past: int, cache: Cache | None, device: torch.device
 ) -> Tensor | None:
@@ -79,7 +92,7 @@ def _positions(
         assert known is not None
         given = known[:, -1:] + torch.arange(1, T + 1, device=device)
     given = given[None] if given.dim() == 1 else given
-    if given.is_floating_point():
+    if not whole(given):
         raise UserError(f"position_ids must be whole numbers, not {given.dtype}: for others there is rope:scaling=")
     if given.dim() != 2 or given.shape[0] not in (1, B) or given.shape[1] not in (T, past + T):
         raise UserError(f"position_ids must be [{B}, {T}], one for each new token; they are {list(given.shape)}")

@@ -623,7 +623,8 @@ def test_a_mask_of_whole_numbers_is_one_of_real_tokens():
     """Segment ids too: what is not 0 is real."""
     inputs = Inputs(4, 6, dtype=torch.float32)
     mask = torch.tensor([[1, 1, 2, 2, 3, 0], [0, 2, 2, 2, 2, 2]])
-    cable, rope = build("cable", heads=4, head_dim=8), "rope:scaling=dynamic,factor=2,original_max_position_embeddings=3"
+    cable = build("cable", heads=4, head_dim=8)
+    rope = "rope:scaling=dynamic,factor=2,original_max_position_embeddings=3"
     for encoding, hidden in (("alibi", None), (cable, torch.randn(2, 6, 32)), (rope, None)):
         for impl in ("reference", "blockwise"):
             out, same = (

@@ -750,7 +750,8 @@ def test_it_says_why_it_cannot():
 
     def refuses(match: str, spec: str = "alibi", x=q, **options) -> None:
         with pytest.raises(UserError, match=match):
-            relpos.attention(x, x, x, build(spec, heads=x.shape[1], head_dim=x.shape[-1]), impl="fused", **options)
+            encoding = build(spec, heads=x.shape[1], head_dim=x.shape[-1]).to(x.device)
+            relpos.attention(x, x, x, encoding, impl="fused", **options)
 
     refuses("float64", x=q.double())
     refuses("at most 128", x=torch.randn(1, 2, 6, 160, device=DEVICE))

@@ -220,7 +220,7 @@ class _Call:
             knots = c.numel()
             more |= {"KNOTS": knots, "KP": max(2, power(knots)), "PP": power(2 * knots + 1)}
             more |= {"ONE": b.numel() == 1 and not knots, "RAW": knots > 0}
-            more |= {"SURE": knots > 0 and sure, "HAS_FAR": knots > 0 and causal and docs is None and not window}
+            more |= {"SURE": knots > 0 and sure}
         elif kind == DISTANCE:
             size = a.shape[1]
             more["HAS_FAR"] = rows == ALL
@@ -240,8 +240,8 @@ class _Call:
             DP=max(16, power(self.D)), META=meta is not None, DOCS=docs is not None, WINDOW=window,
             EVEN=meta is None and self.Tq % 128 == 0 and self.Tk % 128 == 0, **more,
         )  # fmt: skip
-        # What backward_k reads of a query beside level and delta: gate, S_i or rho. FIRST queries lie among the REST.
-        more_of_query = kind == LOG or rows == FIRST or (kind == PROFILE and not more["ONE"])
+        # What backward_k reads of a query beside level and delta: gate, S_i or rho.
+        more_of_query = kind == LOG or (kind == PROFILE and not more["ONE"] and not more["KNOTS"])
         more_of_query |= kind == POTENTIAL and (more["GATED"] or not self.flags["CANCEL"])
         few = self.blocks("backward_k")[0] < 64  # queries: too few for the threads of a program to share narrow rows
         self.flags["WIDE"] = 4 if more_of_query or few else 2
@@ -290,7 +290,9 @@ def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, *how) 
     blocks = max(-(-call.Tk // call.blocks("profile_table")[0]), b.shape[0])
     call.launch("profile_table", (blocks, call.H), [table], [], [b.shape[0]])
     how = (meta, docs, DISTANCE, 0, *how[4:])
-    return call, _Call(FIRST, q, k, table, None, None, None, None, count, *how)
+    first = _Call(FIRST, q, k, table, None, None, None, None, count, *how)
+    first.flags["WIDE"] = call.flags["WIDE"]  # they lie among the others
+    return call, first
 
 
 def _beside(call: _Call, first: _Call | None, kernel: str, **flags: int) -> tuple[Tensor, Any]:
@@ -345,7 +347,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     QM, of_keys = call.blocks("backward_q")[0], call.blocks("backward_k")
     assert QM % of_keys[0] == 0
     blocks = -(-call.Tq // QM)
-    bends = lse.new_empty(call.B, a.numel(), blocks, 3, call.flags["KP"]) if knots else delta
+    bends = lse.new_empty(call.B, a.numel(), blocks, 2, call.flags["KP"]) if knots else delta
     pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
     grid, by_bank = (blocks, call.B * call.H), delta
     if kind == BANK and grad:

@@ -55,7 +55,7 @@ BLOCK = tl.constexpr(128)  # a multiple of every block of queries
 BITS = tl.constexpr(15)  # that hold the number of knots: there must be fewer
 MANY = tl.constexpr(1 << 15)
 NOWHERE = tl.constexpr(1 << 30)  # a distance that there is not
-# Of tiles: any; beyond the reach of a table or bank, or all on the same piece of a profile with knots.
+# Of tiles: any; beyond the reach of a table or bank.
 ANY, FAR = (tl.constexpr(n) for n in range(2))
 # Of queries: all; the first of each batch entry, as many as Term.first says; the others.
 ALL, FIRST, REST = (tl.constexpr(n) for n in range(3))
@@ -145,6 +145,16 @@ class Sums(NamedTuple):
     held: Any
     psi: Any  # of a profile with knots, since the piece changed: of dS * psi and of dS * its derivative by the rate
     away: Any
+
+
+class Stretch(NamedTuple):
+    """Tiles on one piece of a profile with knots, or one tile with knots inside."""
+
+    until: Any  # the key or query from which on it is looked up again
+    below: Any  # the piece it begins on
+    inside: Any  # how many knots
+    slope: Any
+    offset: Any
 
 
 class Pieces(NamedTuple):
@@ -381,7 +391,7 @@ def _bends(rho, head):
 @triton.jit
 def _bends_of(Bends, b, h, H, blocks, t, F: tl.constexpr):
     """Where those of a head begin: all share them unless each has a rate of its own."""
-    return Bends + (b * (1 + (H - 1) * t.size) + h * t.size) * (blocks * 3 * F.KP)
+    return Bends + (b * (1 + (H - 1) * t.size) + h * t.size) * (blocks * 2 * F.KP)
 
 
 @triton.jit
@@ -401,24 +411,6 @@ def _knots_in(base, near, far, ZERO: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def _smooth(near, far, base, F: tl.constexpr):
-    """From which distance on the tiles of a block of queries lie on one piece and hold no knot, and that piece. `base`
-    is that of the farthest tile: if it holds a knot itself, there is no such distance."""
-    count = _knots_in(base, near, far, True, F)
-    below = count & (MANY - 1)
-    passed = tl.max(tl.where(tl.arange(0, F.KP) < below, near.to(tl.int32), 0), 0) + 1
-    return tl.where(count < MANY, passed, NOWHERE), below
-
-
-@triton.jit
-def _counted(count):
-    """The two numbers of `_knots_in`, for use inside an `if` or a loop in a loop: Triton 3.6 loads a piece some tiles
-    ahead, and inside of these would take the number that the load is for. It is told of another here."""
-    inside = count >> BITS
-    return count - inside * MANY, inside
-
-
-@triton.jit
 def _piece(t, head, r, F: tl.constexpr):
     """Slope and offset of piece r."""
     p = head.h * (F.KNOTS + 1) + r
@@ -426,10 +418,31 @@ def _piece(t, head, r, F: tl.constexpr):
 
 
 @triton.jit
-def _on_piece(t, head, r, F: tl.constexpr):
-    """A head for tiles that are FAR: all of them on piece r."""
-    slope, far = _piece(t, head, r, F)
-    return Head(head.h, head.unit, slope, head.rate, far, head.knots)
+def _nowhere(at):
+    """A stretch that ends before it begins."""
+    none = tl.cast(0, tl.int32)
+    zero = tl.cast(0.0, tl.float32)
+    return Stretch(tl.cast(at, tl.int32), none, none, zero, zero)
+
+
+@triton.jit
+def _looked_up(count, t, head, until, F: tl.constexpr):
+    below = count & (MANY - 1)
+    slope, offset = _piece(t, head, below, F)
+    return Stretch(until, below, count >> BITS, slope, offset)
+
+
+@triton.jit
+def _stretch(n0, base, near, far, t, head, ZERO: tl.constexpr, F: tl.constexpr):
+    """What a block of queries finds at the tile of key n0, `base` before it: once for all tiles up to the first that
+    has more queries' distances than the nearest one below this."""
+    count = _knots_in(base, near, far, ZERO, F)
+    until = n0 + 1
+    if F.CAUSAL and not ZERO:
+        below = tl.arange(0, F.KP) < (count & (MANY - 1))
+        passed = tl.max(tl.where(below, near.to(tl.int32), 0), 0) + 1  # a tile no nearer than this lies behind them
+        until = tl.where(count < MANY, n0 + base - F.BN + 2 - passed, until)
+    return _looked_up(count, t, head, until, F)
 
 
 @triton.jit
@@ -446,22 +459,21 @@ def _at_zero(head):
 
 
 @triton.jit
-def _add_profile(s, psi, count, q, head, t, ZERO: tl.constexpr, TURNED: tl.constexpr, F: tl.constexpr):
+def _add_profile(s, psi, part, q, head, t, ZERO: tl.constexpr, TURNED: tl.constexpr, F: tl.constexpr):
     """Scores plus a profile with knots, less what is constant in the tile; and that. It is continuous: each knot adds
     what lies above it. ZERO: the knots between the distances 0 and 1 were not counted."""
     plain = s
-    slope, far = _piece(t, head, count & (MANY - 1), F)
-    below, inside = _counted(count)
-    s = tl.fma(slope * q.rho, psi, s)
-    if inside > 0:
+    far = part.offset
+    s = tl.fma(part.slope * q.rho, psi, s)
+    if part.inside > 0:
         u = psi
         unit = q.rho
         if TURNED or F.EXACT:
             u = psi * q.rho
             unit = 1.0
         over = 1.0 / unit  # where a thread has few rows this takes fewer registers than another tile
-        knot, jump = _knot(t, head, below, F)
-        for k in range(below, below + inside):
+        knot, jump = _knot(t, head, part.below, F)
+        for k in range(part.below, part.below + part.inside):
             after, then = _knot(t, head, tl.minimum(k + 1, F.KNOTS - 1), F)
             if F.EXACT:
                 s += jump * tl.maximum(u - knot, 0.0)
@@ -477,7 +489,7 @@ def _add_profile(s, psi, count, q, head, t, ZERO: tl.constexpr, TURNED: tl.const
 
 @triton.jit
 def _add_bias(
-    s, base, fi, fj, sj, q, head, t, c2, count, ZERO: tl.constexpr, TURNED: tl.constexpr, MODE: tl.constexpr,
+    s, base, fi, fj, sj, q, head, t, c2, part, ZERO: tl.constexpr, TURNED: tl.constexpr, MODE: tl.constexpr,
     F: tl.constexpr,
 ):  # fmt: skip
     """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`) or, of a profile with
@@ -515,11 +527,8 @@ def _add_bias(
             psi = _spread(by_distance, TURNED, F)
             if F.KNOTS == 0:
                 s += (head.slope * q.rho) * psi
-            elif MODE == FAR:
-                s = tl.fma(head.slope * q.rho, psi, s)
-                far = head.far
             else:
-                s, far = _add_profile(s, psi, count, q, head, t, ZERO, TURNED, F)
+                s, far = _add_profile(s, psi, part, q, head, t, ZERO, TURNED, F)
     if F.KIND == DISTANCE:
         s += head.far if MODE == FAR else _spread(_table(_distances(base, TURNED, F), t, head.h), TURNED, F)
     return s, psi, far
@@ -719,7 +728,9 @@ def _forward_tiles(
     V += tl.cast(begin, tl.int64) * v_t
     k_step = tl.cast(F.BN, tl.int64) * k_t
     v_step = tl.cast(F.BN, tl.int64) * v_t
-    for n0 in range(begin, end, F.BN):
+    part = _nowhere(begin)
+    # Without a bank's tile there is shared memory for another stage.
+    for n0 in tl.range(begin, end, F.BN, num_stages=3 if F.KIND == BANK and MODE == FAR else None):
         j = n0 + n
         ok = j < klen
         k = _features(K, n, k_t, ok, MASKED and not F.EVEN, F)
@@ -731,10 +742,10 @@ def _forward_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        count = 0
-        if F.KNOTS > 0 and MODE != FAR:
-            count = _knots_in(mcol - n0, info.near, info.far, ZERO, F)
-        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, False, MODE, F)
+        if F.KNOTS > 0:
+            if n0 >= part.until:
+                part = _stretch(n0, mcol - n0, info.near, info.far, t, head, ZERO, F)
+        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, part, ZERO, False, MODE, F)
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             s = tl.where(ok2, s, float("-inf"))
@@ -776,10 +787,6 @@ def _own_output(
     q = _features(Q + b * q_b + h * q_h, r.to(tl.int64), q_t, r < Tq, True, F)
     head = _head(t, h, c2, F)
     info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
-    away = head  # for tiles that are FAR
-    if F.KNOTS > 0 and F.HAS_FAR:
-        reach, piece = _smooth(info.near, info.far, mcol, F)
-        away = _on_piece(t, head, piece, F)
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     acc = _blank(F.BM, F.DP, Tk)
     l = _zeros(F.BM, 8)
@@ -788,7 +795,7 @@ def _own_output(
     V += b * v_b + (h // GROUP) * v_h
     SK = t.b + b * t.k_b + h * Tk
     if F.HAS_FAR and F.CAUSAL:
-        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, away, t, c2,
+        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
                                    False, FAR, F)  # fmt: skip
     if not (F.DOCS or F.WINDOW > 0):
         acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
@@ -853,6 +860,7 @@ def _backward_q_tiles(
         V += tl.cast(begin, tl.int64) * v_t
         k_step = tl.cast(F.BN, tl.int64) * k_t
         v_step = tl.cast(F.BN, tl.int64) * v_t
+    part = _nowhere(begin)
     for n0 in range(begin, end, F.BN):
         j = n0 + n
         ok = j < klen
@@ -869,10 +877,16 @@ def _backward_q_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        count = 0
-        if F.KNOTS > 0 and MODE != FAR:
-            count = _knots_in(mcol - n0, info.near, info.far, ZERO, F)
-        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, False, MODE, F)
+        if F.KNOTS > 0:
+            if n0 >= part.until:
+                part = _stretch(n0, mcol - n0, info.near, info.far, t, head, ZERO, F)
+                if F.GRAD:
+                    if part.below != pieces.held:
+                        pieces = _settle(pieces, part.below, sums, info.rho, head, t, F)
+                        zero = _zeros(F.BM, 4)
+                        sums = Sums(zero, sums.query, sums.of_query, sums.gate, sums.of_gate, sums.mix, sums.held,
+                                    zero, zero)  # fmt: skip
+        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, part, ZERO, False, MODE, F)
         level = lse - far * c2 if F.KNOTS > 0 else lse
         w = tl.exp2(s * c2 - level[:, None]) if F.RAW else tl.exp2(s - level[:, None])
         if MASKED:
@@ -905,11 +919,6 @@ def _backward_q_tiles(
             if F.KNOTS > 0:
                 d = tl.abs(_distances(mcol - n0, False, F)).to(tl.float32)
                 away = _spread(d / (head.rate * d + 1.0), False, F)
-                below, inside = _counted(count)
-                if MODE != FAR:
-                    if below != pieces.held:
-                        pieces = _settle(pieces, below, row, by_psi, by_away, info.rho, head, t, F)
-                        row, by_psi, by_away = _zeros(F.BM, 4), _zeros(F.BM, 4), _zeros(F.BM, 4)
                 x = ds
                 if ZERO:  # the distance 0, below knots that were not counted
                     x = tl.where(psi == 0.0, ds, 0.0)
@@ -918,15 +927,14 @@ def _backward_q_tiles(
                 row += _fold(x, F.BM, F.BN)
                 by_psi += _fold(x * psi, F.BM, F.BN)
                 by_away += _fold(x * away, F.BM, F.BN)
-                if MODE != FAR:
-                    if inside > 0:
-                        pieces = _over_knots(pieces, x, psi, away, below, inside, info.rho, head, t, F)
+                if part.inside > 0:
+                    pieces = _over_knots(pieces, x, psi, away, part.below, part.inside, info.rho, head, t, F)
             if F.KIND == BANK and MODE != FAR:
-                part = ds.to(k.dtype)
+                rounded = ds.to(k.dtype)
                 if LEAN:
-                    dq = tl.dot(part, k, dq, input_precision="ieee")
-                x = _from_base(held, part, F)
-                held = part
+                    dq = tl.dot(rounded, k, dq, input_precision="ieee")
+                x = _from_base(held, rounded, F)
+                held = rounded
                 # Adds nothing, but lays x out as the next product needs it: else it would go through memory once more.
                 columns = _bank(mcol - n0, t, F.BN, F)
                 x = tl.dot(tl.zeros_like(info.mix), columns, x.to(tl.float32), input_precision="ieee").to(k.dtype)
@@ -957,15 +965,15 @@ def _with_offset(pieces, at, row, F: tl.constexpr):
 
 
 @triton.jit
-def _settle(pieces, then, row, psi, away, rho, head, t, F: tl.constexpr):
+def _settle(pieces, then, sums, rho, head, t, F: tl.constexpr):
     """The sums of the piece that was held go where they belong; another is held then."""
     slope, offset = _piece(t, head, pieces.held, F)
     return Pieces(
         then,
-        pieces.rho + slope * psi,
-        pieces.rate + slope * (rho * away),
-        _collect(pieces.slopes, pieces.held, rho * psi, F),
-        _collect(pieces.offsets, pieces.held, row, F),
+        pieces.rho + slope * sums.psi,
+        pieces.rate + slope * (rho * sums.away),
+        _collect(pieces.slopes, pieces.held, rho * sums.psi, F),
+        _collect(pieces.offsets, pieces.held, sums.row, F),
     )
 
 
@@ -1057,18 +1065,12 @@ def _own_queries(
     head = _head(t, h, c2, F)
     info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
-    held = 0
-    away = head
-    if F.KNOTS > 0 and F.HAS_FAR:
-        reach, held = _smooth(info.near, info.far, mcol, F)
-        away = _on_piece(t, head, held, F)
     if F.KNOTS > 0:
         if (h == 0) | (t.size > 0):
             n = tl.arange(0, F.KP)
-            at = _bends_of(Bends, b, h, H, blocks, t, F) + m0 // F.BM * (3 * F.KP) + n
+            at = _bends_of(Bends, b, h, H, blocks, t, F) + m0 // F.BM * (2 * F.KP) + n
             tl.store(at, info.near)
             tl.store(at + F.KP, info.far)
-            tl.store(at + 2 * F.KP, tl.where(n == 0, reach, held).to(tl.float32))
     if F.CANCEL and (F.KIND == SLOPE or F.KIND == POTENTIAL):
         fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
         lse += tl.sum(_row_constant(fi, info.s, info.ref, info.gate, head.slope, c2, F), 1)
@@ -1076,7 +1078,7 @@ def _own_queries(
     tl.store(Rows + row * F.WIDE, lse, mask=r < Tq)
     if F.GATED:
         tl.store((Rows + row * F.WIDE + 2)[:, None], info.gate, mask=r[:, None] < Tq)
-    if F.WIDE > 2 and (F.KIND == LOG or F.KIND == POTENTIAL or (F.KIND == PROFILE and not F.ONE)):
+    if F.WIDE > 2 and (F.KIND == LOG or F.KIND == POTENTIAL or (F.KIND == PROFILE and F.KNOTS == 0 and not F.ONE)):
         tl.store((Rows + row * F.WIDE + 3)[:, None], info.rho if F.KIND == PROFILE else info.s, mask=r[:, None] < Tq)
 
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
@@ -1086,13 +1088,13 @@ def _own_queries(
     if F.KIND == BANK:
         tile = _zeros(F.BM, F.BN).to(q.dtype)
     sums = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), tile, zero, zero)
-    pieces = Pieces(tl.cast(held, tl.int32), zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
+    pieces = Pieces(tl.cast(0, tl.int32), zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
     K += b * k_b + (h // GROUP) * k_h
     V += b * v_b + (h // GROUP) * v_h
     SK = t.b + b * t.k_b + h * Tk
     if F.HAS_FAR and F.CAUSAL:
         dq, sums, pieces = _backward_q_tiles(
-            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, SK, ByBank, most, info, away,
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, SK, ByBank, most, info, head,
             t, c2, False, FAR, F)  # fmt: skip
     if not (F.DOCS or F.WINDOW > 0):
         dq, sums, pieces = _backward_q_tiles(
@@ -1127,7 +1129,7 @@ def _own_queries(
             mix = mix if q.dtype == tl.float16 else mix * scale
             tl.store(at, mix.to(q.dtype), mask=r[:, None] < Tq)
         if F.KNOTS > 0:
-            pieces = _settle(pieces, 0, sums.row, sums.psi, sums.away, info.rho, head, t, F)
+            pieces = _settle(pieces, 0, sums, info.rho, head, t, F)
             tl.store(ByQuery + row, tl.sum(pieces.rho, 1) / head.unit, mask=r < Tq)
             of_rate = tl.sum(tl.sum(pieces.rate, 1), 0) / head.unit
             tl.store(pieces_at, tl.sum(pieces.slopes, 0) + tl.where(tl.arange(0, F.PP) == F.PP - 1, of_rate, 0.0))
@@ -1146,7 +1148,7 @@ def backward_q(
     potentials and of rho, or [B, Tq, H, RP] of a bank's rows, by_t from token to token; ByGate [B, H, Tq].
     Of a profile with knots: `PieceSums` [B, H, blocks, 2, PP], sums of dS * u and of dS over the tiles that begin on
     each piece, then over what lies above each knot, and at the very end of the first the gradient of the rate; and for
-    backward_k `Bends` [B, 1 or H, blocks, 3, KP]: near, far, and what `_smooth` says. Of a bank: `ByBank` [programs,
+    backward_k `Bends` [B, 1 or H, blocks, 2, KP]: near and far. Of a bank: `ByBank` [programs,
     distances, RP], each program's share, for which it takes many blocks, long rows and short ones."""
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     blocks = tl.cdiv(Tq, F.BM)
@@ -1208,26 +1210,25 @@ def bank_gradient(
 
 
 @triton.jit
-def _bends_at(Bends, m0, Tq, F: tl.constexpr):
-    """`_bends` of the block that has query m0, as backward_q left them."""
-    at = Bends + tl.minimum(m0, Tq - 1) // F.QM * (3 * F.KP) + tl.arange(0, F.KP)
-    return tl.load(at), tl.load(at + F.KP)
-
-
-@triton.jit
-def _smooth_rows(Bends, begin, end, base, F: tl.constexpr):
-    """From which query on, between begin and end, the tiles of a block of keys lie on one piece and hold no knot, and
-    that piece; `base` is that of query 0. They are those of `_smooth`, of one piece in all blocks of queries."""
-    last = (end - 1) // F.QM
-    most = tl.load(Bends + tl.maximum(last, 0) * (3 * F.KP) + 2 * F.KP + 1)
-    behind = tl.zeros((32,), tl.int32)  # the last block that is not of them
-    for first in range(begin // F.QM, last + 1, 32):
+def _stretch_of_rows(m0, base, Bends, Tq, t, head, ZERO: tl.constexpr, F: tl.constexpr):
+    """What a block of keys finds at the tile of query m0, `base` behind it: once for all tiles up to the first block of
+    queries that lies otherwise. The bends of a block come in the order of the knots: those on both sides of the piece
+    tell."""
+    first = m0 // F.QM
+    last = (Tq - 1) // F.QM
+    at = Bends + tl.minimum(first, last) * (2 * F.KP) + tl.arange(0, F.KP)
+    count = _knots_in(base, tl.load(at), tl.load(at + F.KP), ZERO, F)
+    until = m0 + 1
+    if F.CAUSAL and not ZERO:
+        below = count & (MANY - 1)
         n = first + tl.arange(0, 32)
-        at = Bends + tl.minimum(n, last) * (3 * F.KP) + 2 * F.KP
-        rough = (tl.load(at) > (base - (F.BN - 1) + n * F.QM).to(tl.float32)) | (tl.load(at + 1) != most)
-        behind = tl.where(rough & (n <= last), n + 1, behind)
-    found = tl.max(behind, 0) * F.QM
-    return found, tl.where(found < end, most, 0.0).to(tl.int32)
+        at = Bends + tl.minimum(n, last) * (2 * F.KP) + below
+        least = (base - m0 - (F.BN - 1) + n * F.QM).to(tl.float32)
+        near = tl.load(at - 1, mask=(n > first) & (below > 0), other=-1.0)
+        far = tl.load(at + F.KP, mask=(n > first) & (below < F.KNOTS), other=2e9)
+        other = (near >= least) | (far < least + (F.QM + F.BN - 2))
+        until = tl.where(count < MANY, tl.min(tl.where(other & (n > first), n, first + 32), 0) * F.QM, until)
+    return _looked_up(count, t, head, until, F)
 
 
 @triton.jit
@@ -1238,13 +1239,7 @@ def _backward_k_tiles(
     ZERO: tl.constexpr = MASKED or not F.CAUSAL
     a = tl.arange(0, F.BM)
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
-    count = 0
-    near = 0.0
-    far = 0.0
-    if F.KNOTS > 0 and MODE != FAR:
-        near, far = _bends_at(Bends, begin, Tq, F)
-        count = _knots_in(q_off - n0 + begin, near, far, ZERO, F)
-        near, far = _bends_at(Bends, begin + F.BM, Tq, F)
+    part = _nowhere(begin)
     WALK: tl.constexpr = not F.GATED  # gates leave no registers for it
     Rows += tl.cast(begin, tl.int64) * F.WIDE
     if WALK:
@@ -1265,16 +1260,17 @@ def _backward_k_tiles(
         mix = 0.0
         if F.KIND == BANK:
             mix = _mix(t, b, head.h, m0, a, Tq, F)
+        if F.KNOTS > 0:  # by itself: beside level and delta it would take the registers of a gate, too
+            si = _vector(t.b + b * t.q_b + m, a, Tq - m0, 1.0, not F.EVEN)[None, :]
         s = _scores(k, q, mcol - n0, mix, c2, t, True, MODE, F)
         fi = (mcol - n0 + a).to(tl.float32)[None, :]
         info = Query(si, sref, gi, si, 0.0, 0.0, 0.0, 0, 0)
-        s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, count, ZERO, True, MODE, F)
+        if F.KNOTS > 0:
+            if m0 >= part.until:
+                part = _stretch_of_rows(m0, mcol - n0, Bends, Tq, t, head, ZERO, F)
+        s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, part, ZERO, True, MODE, F)
         if F.KNOTS > 0:
             lse -= offset * c2
-        if F.KNOTS > 0 and MODE != FAR:
-            # Of the next tile, from what was loaded in the last one: nobody waits for a load.
-            count = _knots_in(q_off - n0 + m0 + F.BM, near, far, ZERO, F)
-            near, far = _bends_at(Bends, m0 + 2 * F.BM, Tq, F)
         if F.CANCEL and F.KIND == SLOPE:
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
         if F.CANCEL and F.KIND == POTENTIAL:
@@ -1356,7 +1352,7 @@ def backward_k(
         full = end
     full = tl.minimum(full, tl.maximum(end, begin))
     far = end
-    if F.HAS_FAR and F.CAUSAL and F.KNOTS == 0:
+    if F.HAS_FAR and F.CAUSAL:
         far = (tl.maximum(reach + n0 + F.BN - 1 - q_off, 0) + F.BM - 1) // F.BM * F.BM
         far = tl.maximum(tl.minimum(far, end), full)
 
@@ -1393,11 +1389,6 @@ def backward_k(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, shown, start, n0, q_off, klen, b,
                 Tq, sj, sref, doc_lo, doc_hi, near, table, Bends, c2, False, ANY, G)  # fmt: skip
             shown = tl.maximum(full, start)
-        away = head
-        if F.KNOTS > 0 and F.HAS_FAR:
-            far, piece = _smooth_rows(Bends_h, shown, end, q_off - n0, F)
-            far = tl.maximum(tl.minimum(far, end), shown)
-            away = _on_piece(t, head, piece, F)
         if F.CAUSAL or F.DOCS or F.WINDOW > 0:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, start, shown, n0, q_off, klen,
@@ -1409,7 +1400,7 @@ def backward_k(
         if F.HAS_FAR and F.CAUSAL:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, far, end, n0, q_off, klen, b, Tq,
-                sj, sref, doc_lo, doc_hi, away, t, Bends_h, c2, False, FAR, F)  # fmt: skip
+                sj, sref, doc_lo, doc_hi, head, t, Bends_h, c2, False, FAR, F)  # fmt: skip
         if F.GRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1

@@ -187,6 +187,24 @@ def test_one_rho_for_the_first_queries():
     compare("fire:width=8,length=500", HALF, T=77, Tq=40, heads=2, key_heads=1, q_offset=20)
 
 
+@pytest.mark.parametrize(("T", "Tq", "B", "length"), [(128, 128, 3, 20), (75, 75, 2, 20), (256, 256, 2, 140), (90, 60, 1, 9)])
+def test_a_profile_near_the_diagonal(T, Tq, B, length, monkeypatch):
+    """Where blocks are as long as wide, texts share what knots make of the tiles there; and their gradient is summed by
+    a kernel of its own, in shares of the texts."""
+    if not GPU:
+        real = fused._blocks
+
+        def square(kernel: str, *of) -> fused.Blocks:
+            return (16, 16, 4, 1, 0) if kernel != "profile_gradient" else real(kernel, *of)
+
+        monkeypatch.setattr(fused, "_blocks", square)
+    launched = set()
+    launch = fused._Call.launch
+    monkeypatch.setattr(fused._Call, "launch", lambda call, kernel, *a, **b: [launched.add(kernel), launch(call, kernel, *a, **b)])
+    compare(f"fire:width=8,length={length}", HALF, T=T, Tq=Tq, B=B, heads=2, key_heads=1, q_offset=0)
+    assert {"profile_band", "backward_band"} <= launched
+
+
 def test_how_many_of_the_first_queries_have_one_rho():
     q = torch.zeros(1, 1, 2500, 16, device=DEVICE, dtype=HALF)
     a, knots, slope, offset = (torch.tensor(x, device=DEVICE) for x in ([0.1], [0.5], [[1.0, 2.0]], [[0.0, -0.5]]))
@@ -195,8 +213,8 @@ def test_how_many_of_the_first_queries_have_one_rho():
     for row, count in zip(rho, counts):
         row[count:] = torch.linspace(0.5, 1, 2500, device=DEVICE)[count:]  # of which the very last is 1 again
     how = (None, None, fused.PROFILE, 0, True, 0, 0, 0.25, False)
-    _, rest = fused._calls(q, q, a, rho, knots, slope, offset, *how)
-    assert rest.term[7].tolist() == [2500 if count == 2499 else count for count in counts]
+    call, _ = fused._calls(q, q, a, rho, knots, slope, offset, *how)
+    assert call.term[7].tolist() == [2500 if count == 2499 else count for count in counts]
 
 
 def test_many_shares_of_the_first_queries(monkeypatch):

@@ -30,6 +30,7 @@ LOG2E = math.log2(math.e)
 PROGRAMS = 1056  # enough to fill a large GPU several times over
 TILES = 16  # of a diagonal that are worth a program
 SHARES = 1 << 28  # bytes of the shares in which a bank's gradient is summed, at most
+BAND = 1 << 26  # bytes of a profile's bias near the diagonal, at most
 KNOTS = 1 << 15  # of a profile there must be fewer, as BITS in kernels.py says
 PARTS = 32  # in which the sums over the pieces of a profile are taken
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
@@ -159,7 +160,9 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
     "backward_q": ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     "backward_k": ((32, 64, 4, 3, 168), (32, 64, 4, 2, 0)),
     "backward_distance": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
+    "backward_band": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     "profile_table": ((64, 64, 4, 1, 0), (64, 64, 4, 1, 0)),
+    "profile_band": ((64, 64, 4, 1, 0), (64, 64, 4, 1, 0)),
     "profile_parts": ((16, 16, 4, 1, 0), (16, 16, 4, 1, 0)),
     "profile_gradient": ((PARTS, PARTS, 4, 1, 0), (PARTS, PARTS, 4, 1, 0)),
     "bank_gradient": ((64, 128, 8, 1, 0), (64, 128, 8, 1, 0)),
@@ -278,10 +281,17 @@ class _Call:
 A, B_, C, D, E = (1 << n for n in range(5))
 
 
-def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, *how) -> tuple[_Call, _Call | None]:
-    """What to launch; and of a causal profile with knots what it is to the first queries, which have one rho: a table
-    by distance."""
-    how = (meta, docs, kind, origin, causal, window, *how)
+class _Knots(NamedTuple):
+    """What a causal profile with knots needs beside."""
+
+    table: Tensor  # what it is to the first queries, which have one rho: a table by distance
+    first: _Call
+    band: Tensor | None  # its bias near the diagonal, for the others
+
+
+def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, *how) -> tuple[_Call, _Knots | None]:
+    """What to launch, and with what."""
+    how = (meta, docs, kind, origin, causal, window, q_offset, *how)
     if kind != PROFILE or not c.numel() or not causal or docs is not None or window:
         return _Call(ALL, q, k, a, b, c, d, e, None, *how), None
     count = b.new_empty(b.shape[0], dtype=torch.int32)
@@ -292,22 +302,35 @@ def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, *how) 
     how = (meta, docs, DISTANCE, 0, *how[4:])
     first = _Call(FIRST, q, k, table, None, None, None, None, count, *how)
     first.flags["WIDE"] = call.flags["WIDE"]  # they lie among the others
-    return call, first
+    band = None
+    n, sizes = call.blocks("profile_band")[0], {call.blocks("backward_band")[:2]}
+    sizes |= {call.blocks(kernel)[:2] for kernel in ("forward", "backward_q")}
+    aligned = sizes == {(n, n)} and call.blocks("backward_k")[1] == n
+    blocks = -(-call.Tq // n)
+    if aligned and q.dtype != torch.float32 and meta is None and not q_offset and b.shape[0] == 1:
+        if 8 * call.H * blocks * n * n <= BAND:
+            band = d.new_empty(call.H, blocks, 2, n, n)
+            call.launch("profile_band", (blocks, 2 * call.H), [band], [], [])
+            call.flags["BAND"] = True
+    return call, _Knots(table, first, band)
 
 
-def _beside(call: _Call, first: _Call | None, kernel: str, **flags: int) -> tuple[Tensor, Any]:
-    """The table and the flags for the first queries in a launch of the kernel."""
-    return (call.q, None) if first is None else (first.term[2], first.flagged(call.blocks(kernel), **flags))
+def _beside(call: _Call, knots: _Knots | None, kernel: str, **flags: int) -> tuple[Tensor, Tensor, Any]:
+    """In a launch of the kernel the table and the band, and the flags for the first queries."""
+    if knots is None:
+        return call.q, call.q, None
+    band = call.q if knots.band is None else knots.band
+    return knots.table, band, knots.first.flagged(call.blocks(kernel), **flags)
 
 
 def _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
     out, lse, low = _results(q, sure)
     if not q.numel():
         return out, lse, low
-    call, first = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
-    table, flags = _beside(call, first, "forward")
+    call, beside = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+    table, band, flags = _beside(call, beside, "forward")
     grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
-    call.launch("forward", grid, [q, k, v, out, lse, low, table], [q, k, v, out], [call.reach, flags])
+    call.launch("forward", grid, [q, k, v, out, lse, low, table, band], [q, k, v, out], [call.reach, flags])
     return out, lse, low
 
 
@@ -323,7 +346,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     if not q.numel():
         given = [torch.zeros_like(x) if wants >> n & 1 else lse.new_empty(0) for n, x in enumerate((a, b, c, d, e))]
         return (dq, dk.zero_(), dv.zero_(), *given)
-    call, first = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+    call, beside = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     kind = call.kind
     if do.stride(-1) != 1:
         do = do.contiguous()
@@ -338,7 +361,9 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
 
     gated = c is not None and kind in (POTENTIAL, LOG)
     knots = kind == PROFILE and c.numel() > 0
-    by_query = maybe(kind == LOG or knots or (kind == POTENTIAL and not causal), *lse.shape)
+    banded = beside is not None and beside.band is not None
+    entries = call.B + 2 * _shares(call) * banded  # of sums for knots
+    by_query = maybe(kind == LOG or knots or (kind == POTENTIAL and not causal), entries, *lse.shape[1:])
     by_gate = maybe(gated, *lse.shape)
     rows = lse.new_empty(*lse.shape, call.flags["WIDE"])
     at_keys = kind not in (DISTANCE, BANK) and not knots
@@ -348,7 +373,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     assert QM % of_keys[0] == 0
     blocks = -(-call.Tq // QM)
     bends = lse.new_empty(call.B, a.numel(), blocks, 2, call.flags["KP"]) if knots else delta
-    pieces = maybe(knots, call.B, call.H, blocks, 2, call.flags["PP"]) if knots else delta
+    pieces = maybe(knots, entries, call.H, blocks, 2, call.flags["PP"]) if knots else delta
     grid, by_bank = (blocks, call.B * call.H), delta
     if kind == BANK and grad:
         by_query = like(a) if d_rows is None else d_rows
@@ -356,10 +381,10 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
         grid = (min(shares, grid[0] * grid[1]), 1)
         by_bank = lse.new_empty(grid[0], *shape)
-    table, flags = _beside(call, first, "backward_q", GRAD=grad)
+    table, band, flags = _beside(call, beside, "backward_q", GRAD=grad)
     call.launch(
         "backward_q", grid,
-        [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends, table],
+        [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends, table, band],
         [q, k, v, out, do, dq], [scale, call.reach, by_query.stride(-2), call.B, flags], GRAD=grad,
     )  # fmt: skip
     grads: dict[int, Tensor] = {}
@@ -367,10 +392,10 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         grads[B_] = torch.empty_like(b)
         call.launch("bank_gradient", (-(-b.shape[1] * call.flags["RP"] // call.blocks("bank_gradient")[1]), 1),
                     [grads[B_], by_bank], [], [*by_bank.shape[:2], *b.shape])  # fmt: skip
-    table, flags = _beside(call, first, "backward_k", QM=QM)
+    table, band, flags = _beside(call, beside, "backward_k", QM=QM)
     call.launch(
         "backward_k", (-(-call.Tk // of_keys[1]), call.B * k.shape[1]),
-        [q, k, v, do, rows, dk, dv, by_key, by_rate, bends, table], [q, k, v, do, dk, dv],
+        [q, k, v, do, rows, dk, dv, by_key, by_rate, bends, table, band], [q, k, v, do, dk, dv],
         [scale, call.reach, flags], GRAD=grad and at_keys, QM=QM,
     )  # fmt: skip
 
@@ -392,15 +417,18 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     elif kind == PROFILE and wants:
         if knots:
             diagonals, n, count, shares = delta, 1, 0, 0
-            if first is not None:
-                diagonals, _ = _diagonal_sums(first, inputs, call.Tk - 1)
+            if beside is not None:
+                diagonals, _ = _diagonal_sums(beside.first, inputs, call.Tk - 1)
                 shares, _, count, n = diagonals.shape
+            if banded:
+                call.launch("backward_band", (blocks, (entries - call.B) * call.H), [*inputs, by_query, pieces, band],
+                            inputs[:4], [call.B])  # fmt: skip
             one = b.shape[0] == 1
             grads[A], grads[D], grads[E] = torch.empty_like(a), torch.empty_like(d), torch.empty_like(e)
             grads[B_] = torch.empty_like(b) if one else by_query.sum(1)
             sums = lse.new_empty(PARTS, call.H, 2, call.flags["PP"])
             call.launch("profile_parts", (call.H, PARTS), [sums, grads[B_], pieces, by_query, diagonals], [],
-                        [call.B * blocks, blocks, shares, count, call.B * call.H * one, n // 2])  # fmt: skip
+                        [entries * blocks, blocks, shares, count, entries * call.H * one, n // 2])  # fmt: skip
             made = [grads[D], grads[E], grads[A], grads[B_]]
             call.launch("profile_gradient", (call.H + 1, 1), [*made, sums], [], [PARTS])
         else:
@@ -416,6 +444,12 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         grads[A] = by_query
     # An operator's results may not be one tensor twice, nor one of its inputs.
     return (dq, dk, dv, *[grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E)])
+
+
+def _shares(call: _Call) -> int:
+    """In how many shares of the texts `backward_band` sums dS."""
+    blocks = -(-call.Tq // call.blocks("backward_band")[0])
+    return max(1, min(call.B, PROGRAMS // (2 * blocks * call.H)))
 
 
 def _diagonals(call: _Call, last: int) -> tuple[int, int, int, int]:

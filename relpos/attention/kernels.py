@@ -91,6 +91,7 @@ class Flags(NamedTuple):
     WIDE: int = 2  # how many numbers backward_q leaves of a query for backward_k: 2 or 4
     QM: int = 0  # in backward_k: the block of queries of backward_q
     ROWS: int = 0  # ALL, FIRST or REST
+    BAND: bool = False  # tiles on and next to the diagonal have their bias from `profile_band`
 
 
 class Term(NamedTuple):
@@ -129,6 +130,7 @@ class Query(NamedTuple):
     near: Any  # of each knot of a profile: `_bends`
     far: Any
     mix: Any  # rows of a bank
+    band: Any  # where a tile's bias is, with BAND
     doc_lo: Any
     doc_hi: Any
 
@@ -489,13 +491,18 @@ def _add_profile(s, psi, part, q, head, t, ZERO: tl.constexpr, TURNED: tl.conste
 
 @triton.jit
 def _add_bias(
-    s, base, fi, fj, sj, q, head, t, c2, part, ZERO: tl.constexpr, TURNED: tl.constexpr, MODE: tl.constexpr,
-    F: tl.constexpr,
+    s, base, fi, fj, sj, q, head, t, c2, part, NEAR: tl.constexpr, ZERO: tl.constexpr, TURNED: tl.constexpr,
+    MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`) or, of a profile with
     knots, in the tile. And of a profile: psi, and that constant."""
     far = 0.0
     psi = s
+    if NEAR:
+        a = tl.arange(0, F.BM)
+        n = tl.arange(0, F.BN)
+        a, n = (a[None, :], n[:, None]) if TURNED else (a[:, None], n[None, :])
+        return s + tl.load(q.band + a * F.BN + n), psi, far
     if F.KIND == SLOPE:
         if F.CANCEL:
             s += sj
@@ -659,7 +666,7 @@ def _put(P, at, stride, ok, x, F: tl.constexpr):
 
 
 @triton.jit
-def _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F: tl.constexpr):
+def _block_of_queries(t, head, Docs, Band, b, m0, mcol, Tq, Tk, F: tl.constexpr):
     """For a kernel that owns the queries m0 .. m0+BM-1: what the term and the mask keep of them, as columns."""
     r = m0 + tl.arange(0, F.BM)
     h = head.h
@@ -675,7 +682,7 @@ def _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F: tl.constexpr):
     if F.KIND == BANK:
         mix = _mix(t, b, h, m0, tl.arange(0, F.BM), Tq, F)
     doc_lo, doc_hi = _borders(Docs, (mcol + tl.arange(0, F.BM))[:, None], Tk, F)
-    return Query(s[:, None], ref, g[:, None], rho[:, None], near, far, mix, doc_lo, doc_hi)
+    return Query(s[:, None], ref, g[:, None], rho[:, None], near, far, mix, Band, doc_lo, doc_hi)
 
 
 @triton.jit
@@ -688,6 +695,8 @@ def _range_of_keys(Docs, mcol, klen, Tk, reach, F: tl.constexpr):
     if F.CAUSAL:
         end = tl.minimum(end, mcol + F.BM)
         full = tl.minimum(full, (mcol + 1) // F.BN * F.BN)
+        if F.BAND:
+            full = tl.minimum(full, tl.maximum(mcol - F.BN, 0))
     if F.DOCS:
         begin = tl.maximum(begin, tl.load(Docs + mcol) // F.BN * F.BN)
         end = tl.minimum(end, tl.load(Docs + Tk + tl.minimum(mcol + F.BM, Tk) - 1))
@@ -715,11 +724,25 @@ def _scores(x, y, base, mix, c2, t, TURNED: tl.constexpr, MODE: tl.constexpr, F:
 
 
 @triton.jit
+def _band(Band, h, m0, n0, Tq, F: tl.constexpr):
+    """Where the bias of a tile is, or its part that begins with query m0."""
+    block = m0 // F.BN
+    tile = (h * tl.cdiv(Tq, F.BN) + block) * 2 + (block - n0 // F.BN)
+    return Band + tile * (F.BN * F.BN) + m0 % F.BN * F.BN
+
+
+@triton.jit
+def _with_band(q, band):
+    return Query(q.s, q.ref, q.gate, q.rho, q.near, q.far, q.mix, band, q.doc_lo, q.doc_hi)
+
+
+@triton.jit
 def _forward_tiles(
-    acc, l, m, q, K, V, k_t, v_t, begin, end, mcol, klen, SK, info, head, t, c2,
+    acc, l, m, q, K, V, k_t, v_t, begin, end, mcol, klen, Tq, SK, info, head, t, c2,
     MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     ZERO: tl.constexpr = MASKED or not F.CAUSAL
+    NEAR: tl.constexpr = MASKED and F.BAND
     n = tl.arange(0, F.BN)
     a = tl.arange(0, F.BM)[:, None]
     fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
@@ -742,22 +765,25 @@ def _forward_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        if F.KNOTS > 0:
+        if F.KNOTS > 0 and not NEAR:
             if n0 >= part.until:
                 part = _stretch(n0, mcol - n0, info.near, info.far, t, head, ZERO, F)
-        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, part, ZERO, False, MODE, F)
+        near = info
+        if NEAR:
+            near = _with_band(info, _band(info.band, head.h, mcol, n0, Tq, F))
+        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             s = tl.where(ok2, s, float("-inf"))
         top = tl.max(s, 1)
-        if F.KNOTS > 0:
+        if F.KNOTS > 0 and not NEAR:
             top += far
         top = tl.maximum(m, top)
         base = top
         if MASKED:
             base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen no key yet
         if F.RAW:
-            w = tl.exp2(s * c2 - ((base - far) * c2 if F.KNOTS > 0 else base * c2)[:, None])
+            w = tl.exp2(s * c2 - ((base - far) * c2 if F.KNOTS > 0 and not NEAR else base * c2)[:, None])
             fade = tl.exp2((m - base) * c2)
         else:
             w = tl.exp2(s - base[:, None])
@@ -777,8 +803,8 @@ def _forward_tiles(
 
 @triton.jit
 def _own_output(
-    b, h, m0, Q, K, V, O, Lse, Low, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP,
-    Tq, Tk, q_off, c2, reach, F: tl.constexpr,
+    b, h, m0, Q, K, V, O, Lse, Low, Band, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H,
+    GROUP, Tq, Tk, q_off, c2, reach, F: tl.constexpr,
 ):  # fmt: skip
     """All that forward does for one block of queries."""
     q_off, klen = _place(Meta, b, q_off, Tk, F)
@@ -786,7 +812,7 @@ def _own_output(
     r = m0 + tl.arange(0, F.BM)
     q = _features(Q + b * q_b + h * q_h, r.to(tl.int64), q_t, r < Tq, True, F)
     head = _head(t, h, c2, F)
-    info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
+    info = _block_of_queries(t, head, Docs, Band, b, m0, mcol, Tq, Tk, F)
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     acc = _blank(F.BM, F.DP, Tk)
     l = _zeros(F.BM, 8)
@@ -795,13 +821,13 @@ def _own_output(
     V += b * v_b + (h // GROUP) * v_h
     SK = t.b + b * t.k_b + h * Tk
     if F.HAS_FAR and F.CAUSAL:
-        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, SK, info, head, t, c2,
-                                   False, FAR, F)  # fmt: skip
+        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, begin, far, mcol, klen, Tq, SK, info, head, t,
+                                   c2, False, FAR, F)  # fmt: skip
     if not (F.DOCS or F.WINDOW > 0):
-        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, SK, info, head, t, c2,
-                                   False, ANY, F)  # fmt: skip
-    acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, full, end, mcol, klen, SK, info, head, t, c2,
-                               True, ANY, F)  # fmt: skip
+        acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, far, full, mcol, klen, Tq, SK, info, head, t,
+                                   c2, False, ANY, F)  # fmt: skip
+    acc, l, m = _forward_tiles(acc, l, m, q, K, V, k_t, v_t, full, end, mcol, klen, Tq, SK, info, head, t,
+                               c2, True, ANY, F)  # fmt: skip
 
     l = tl.sum(l, 1)
     empty = l == 0.0
@@ -820,7 +846,7 @@ def _own_output(
 
 @triton.jit
 def forward(
-    Q, K, V, O, Lse, Low, Table, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
+    Q, K, V, O, Lse, Low, Table, Band, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, G: tl.constexpr,
     F: tl.constexpr,
 ):  # fmt: skip
@@ -834,20 +860,21 @@ def forward(
     if F.ROWS == REST:
         if m0 < _first_rows(t, b, Tq):
             _own_output(
-                b, h, m0, Q, K, V, O, Lse, Low, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b,
+                b, h, m0, Q, K, V, O, Lse, Low, Band, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b,
                 v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, G)  # fmt: skip
             return
     _own_output(
-        b, h, m0, Q, K, V, O, Lse, Low, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H,
+        b, h, m0, Q, K, V, O, Lse, Low, Band, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H,
         GROUP, Tq, Tk, q_off, c2, reach, F)  # fmt: skip
 
 
 @triton.jit
 def _backward_q_tiles(
-    dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen, SK, ByBank, most, info, head, t,
+    dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen, Tq, SK, ByBank, most, info, head, t,
     c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     ZERO: tl.constexpr = MASKED or not F.CAUSAL
+    NEAR: tl.constexpr = MASKED and F.BAND
     n = tl.arange(0, F.BN)
     a = tl.arange(0, F.BM)[:, None]
     fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
@@ -877,7 +904,7 @@ def _backward_q_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        if F.KNOTS > 0:
+        if F.KNOTS > 0 and not NEAR:
             if n0 >= part.until:
                 part = _stretch(n0, mcol - n0, info.near, info.far, t, head, ZERO, F)
                 if F.GRAD:
@@ -886,14 +913,17 @@ def _backward_q_tiles(
                         zero = _zeros(F.BM, 4)
                         sums = Sums(zero, sums.query, sums.of_query, sums.gate, sums.of_gate, sums.mix, sums.held,
                                     zero, zero)  # fmt: skip
-        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, part, ZERO, False, MODE, F)
-        level = lse - far * c2 if F.KNOTS > 0 else lse
+        near = info
+        if NEAR:
+            near = _with_band(info, _band(info.band, head.h, mcol, n0, Tq, F))
+        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
+        level = lse - far * c2 if F.KNOTS > 0 and not NEAR else lse
         w = tl.exp2(s * c2 - level[:, None]) if F.RAW else tl.exp2(s - level[:, None])
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             w = tl.where(ok2, w, 0.0)
         ds = w * (dp - delta[:, None])
-        if F.GRAD:
+        if F.GRAD and not NEAR:  # `backward_band` sums what is near
             row, query, of_query, gate, of_gate, mix, held, by_psi, by_away = sums
             if not F.SURE and not LEAN:
                 row += _fold(ds, F.BM, F.BN)
@@ -978,6 +1008,14 @@ def _settle(pieces, then, sums, rho, head, t, F: tl.constexpr):
 
 
 @triton.jit
+def _store_pieces(pieces, of_rho, ok, at, head, F: tl.constexpr):
+    tl.store(of_rho, tl.sum(pieces.rho, 1) / head.unit, mask=ok)
+    of_rate = tl.sum(tl.sum(pieces.rate, 1), 0) / head.unit
+    tl.store(at, tl.sum(pieces.slopes, 0) + tl.where(tl.arange(0, F.PP) == F.PP - 1, of_rate, 0.0))
+    tl.store(at + F.PP, tl.sum(pieces.offsets, 0))
+
+
+@triton.jit
 def _over_knots(pieces, x, psi, away, below, inside, rho, head, t, F: tl.constexpr):
     """What lies above each knot inside a tile. A knot is fetched and its sums are joined while others are summed."""
     big: tl.constexpr = 1.0 * (1 << 80)  # makes 0 or 1 of any difference from 1e-24 on, with no comparison
@@ -1043,8 +1081,8 @@ def _add_to_bank(ByBank, base, x, mix, most, F: tl.constexpr):
 
 @triton.jit
 def _own_queries(
-    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Meta, Docs, t, q_b,
-    q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off,
+    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Meta, Docs, t,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off,
     c2, scale, reach, by_t, F: tl.constexpr,
 ):  # fmt: skip
     """All that backward_q does for one block of queries."""
@@ -1063,7 +1101,7 @@ def _own_queries(
         delta += tl.sum(low.to(tl.float32) * do.to(tl.float32), 1)
     row = (b * H + h) * Tq + r
     head = _head(t, h, c2, F)
-    info = _block_of_queries(t, head, Docs, b, m0, mcol, Tq, Tk, F)
+    info = _block_of_queries(t, head, Docs, Band, b, m0, mcol, Tq, Tk, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
     if F.KNOTS > 0:
         if (h == 0) | (t.size > 0):
@@ -1094,15 +1132,15 @@ def _own_queries(
     SK = t.b + b * t.k_b + h * Tk
     if F.HAS_FAR and F.CAUSAL:
         dq, sums, pieces = _backward_q_tiles(
-            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, SK, ByBank, most, info, head,
-            t, c2, False, FAR, F)  # fmt: skip
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, Tq, SK, ByBank, most, info,
+            head, t, c2, False, FAR, F)  # fmt: skip
     if not (F.DOCS or F.WINDOW > 0):
         dq, sums, pieces = _backward_q_tiles(
-            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, far, full, mcol, klen, SK, ByBank, most, info, head, t,
-            c2, False, ANY, F)  # fmt: skip
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, far, full, mcol, klen, Tq, SK, ByBank, most, info,
+            head, t, c2, False, ANY, F)  # fmt: skip
     dq, sums, pieces = _backward_q_tiles(
-        dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, SK, ByBank, most, info, head, t, c2,
-        True, ANY, F)  # fmt: skip
+        dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, Tq, SK, ByBank, most, info, head, t,
+        c2, True, ANY, F)  # fmt: skip
 
     _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq * scale, F)
     # Rows of dS sum to zero. What they sum to here is the error of delta, which came from a rounded output: with it
@@ -1130,16 +1168,13 @@ def _own_queries(
             tl.store(at, mix.to(q.dtype), mask=r[:, None] < Tq)
         if F.KNOTS > 0:
             pieces = _settle(pieces, 0, sums, info.rho, head, t, F)
-            tl.store(ByQuery + row, tl.sum(pieces.rho, 1) / head.unit, mask=r < Tq)
-            of_rate = tl.sum(tl.sum(pieces.rate, 1), 0) / head.unit
-            tl.store(pieces_at, tl.sum(pieces.slopes, 0) + tl.where(tl.arange(0, F.PP) == F.PP - 1, of_rate, 0.0))
-            tl.store(pieces_at + F.PP, tl.sum(pieces.offsets, 0))
+            _store_pieces(pieces, ByQuery + row, r < Tq, pieces_at, head, F)
 
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Table, Meta, Docs, TA, TB, TC,
-    TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Table, Band, Meta, Docs, TA, TB,
+    TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, G: tl.constexpr,
     F: tl.constexpr,
 ):  # fmt: skip
@@ -1164,8 +1199,8 @@ def backward_q(
             b = (x // H % B).to(tl.int64)
             h = (x % H).to(tl.int64)
             _own_queries(
-                b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Meta,
-                Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
+                b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Band,
+                Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
                 H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
     else:
         m0 = (blocks - 1 - tl.program_id(0)) * F.BM
@@ -1181,12 +1216,12 @@ def backward_q(
                     tl.store(pieces_at + F.PP, 0.0)
                 _own_queries(
                     b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends,
-                    Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+                    Band, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
                     do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, G)  # fmt: skip
                 return
         _own_queries(
-            b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Meta, Docs,
-            t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP,
+            b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Meta,
+            Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP,
             Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
 
 
@@ -1234,9 +1269,10 @@ def _stretch_of_rows(m0, base, Bends, Tq, t, head, ZERO: tl.constexpr, F: tl.con
 @triton.jit
 def _backward_k_tiles(
     dk, dv, key_sum, rate_sum, k, v, Q, DO, q_t, do_t, Rows, begin, end, n0, q_off, klen, b, Tq, sj, sref, doc_lo,
-    doc_hi, head, t, Bends, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
+    doc_hi, head, t, Bends, Band, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     ZERO: tl.constexpr = MASKED or not F.CAUSAL
+    NEAR: tl.constexpr = MASKED and F.BAND
     a = tl.arange(0, F.BM)
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
     part = _nowhere(begin)
@@ -1264,12 +1300,15 @@ def _backward_k_tiles(
             si = _vector(t.b + b * t.q_b + m, a, Tq - m0, 1.0, not F.EVEN)[None, :]
         s = _scores(k, q, mcol - n0, mix, c2, t, True, MODE, F)
         fi = (mcol - n0 + a).to(tl.float32)[None, :]
-        info = Query(si, sref, gi, si, 0.0, 0.0, 0.0, 0, 0)
-        if F.KNOTS > 0:
+        band = Band
+        if NEAR:
+            band = _band(Band, head.h, m0, n0, Tq, F)
+        info = Query(si, sref, gi, si, 0.0, 0.0, 0.0, band, 0, 0)
+        if F.KNOTS > 0 and not NEAR:
             if m0 >= part.until:
                 part = _stretch_of_rows(m0, mcol - n0, Bends, Tq, t, head, ZERO, F)
-        s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, part, ZERO, True, MODE, F)
-        if F.KNOTS > 0:
+        s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, part, NEAR, ZERO, True, MODE, F)
+        if F.KNOTS > 0 and not NEAR:
             lse -= offset * c2
         if F.CANCEL and F.KIND == SLOPE:
             lse += head.slope * (q_off + m0 // F.QM * F.QM - n0)
@@ -1311,7 +1350,7 @@ def _backward_k_tiles(
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Rows, DK, DV, DKey, DRate, Bends, Table, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f,
+    Q, K, V, DO, Rows, DK, DV, DKey, DRate, Bends, Table, Band, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f,
     t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     H, GROUP, Tq, Tk, q_off, c2, scale, reach, G: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
@@ -1347,7 +1386,8 @@ def backward_k(
     begin = begin // F.BM * F.BM
     full = begin
     if F.CAUSAL:
-        full = tl.maximum(begin, (tl.maximum(n0 + F.BN - 1 - q_off, 0) + F.BM - 1) // F.BM * F.BM)
+        shown = n0 + (2 * F.BN if F.BAND else F.BN - 1) - q_off
+        full = tl.maximum(begin, (tl.maximum(shown, 0) + F.BM - 1) // F.BM * F.BM)
     if F.DOCS or F.WINDOW > 0:
         full = end
     full = tl.minimum(full, tl.maximum(end, begin))
@@ -1384,23 +1424,23 @@ def backward_k(
             near = _head(table, h, c2, G)
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, begin, shown, n0, q_off, klen,
-                b, Tq, sj, sref, doc_lo, doc_hi, near, table, Bends, c2, True, ANY, G)  # fmt: skip
+                b, Tq, sj, sref, doc_lo, doc_hi, near, table, Bends, Band, c2, True, ANY, G)  # fmt: skip
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, shown, start, n0, q_off, klen, b,
-                Tq, sj, sref, doc_lo, doc_hi, near, table, Bends, c2, False, ANY, G)  # fmt: skip
+                Tq, sj, sref, doc_lo, doc_hi, near, table, Bends, Band, c2, False, ANY, G)  # fmt: skip
             shown = tl.maximum(full, start)
         if F.CAUSAL or F.DOCS or F.WINDOW > 0:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, start, shown, n0, q_off, klen,
-                b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bends_h, c2, True, ANY, F)  # fmt: skip
+                b, Tq, sj, sref, doc_lo, doc_hi, head, t, Bends_h, Band, c2, True, ANY, F)  # fmt: skip
         if not (F.DOCS or F.WINDOW > 0):
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, shown, far, n0, q_off, klen, b,
-                Tq, sj, sref, doc_lo, doc_hi, head, t, Bends_h, c2, False, ANY, F)  # fmt: skip
+                Tq, sj, sref, doc_lo, doc_hi, head, t, Bends_h, Band, c2, False, ANY, F)  # fmt: skip
         if F.HAS_FAR and F.CAUSAL:
             dk, dv, key_sum, rate_sum = _backward_k_tiles(
                 dk, dv, key_sum, rate_sum, k, v, Qh, DOh, q_t, do_t, Rows_h, far, end, n0, q_off, klen, b, Tq,
-                sj, sref, doc_lo, doc_hi, head, t, Bends_h, c2, False, FAR, F)  # fmt: skip
+                sj, sref, doc_lo, doc_hi, head, t, Bends_h, Band, c2, False, FAR, F)  # fmt: skip
         if F.GRAD:
             # Rows of keys beyond klen were never masked: what they gathered is thrown away here.
             at = (b * H + h) * Tk + j1
@@ -1450,7 +1490,7 @@ def _distance_tiles(
 ):  # fmt: skip
     a = tl.arange(0, F.BM)
     for x in range(begin, end):
-        b = (x // blocks).to(tl.int64)
+        b = tl.cast(x // blocks, tl.int64)
         m0 = (first + x % blocks) * F.BM
         off, klen = _place(Meta, b, q_off, Tk, F)
         n0 = off + m0 - base
@@ -1551,6 +1591,98 @@ def profile_table(
             alike = tl.min(tl.where(other, start + r, alike), 0)
             start += 1024
         tl.store(First + tl.program_id(0), alike)
+
+
+@triton.jit
+def _tile_of(rho, base, head, t, F: tl.constexpr):
+    """Of the tile of queries with such rho, `base` behind the keys: the piece it begins on, psi, and what a profile with
+    knots adds."""
+    near, far = _bends(rho, head)
+    part = _looked_up(_knots_in(base, near, far, True, F), t, head, 0, F)
+    psi = _spread(_psi(_distances(base, False, F), head.rate, F), False, F)
+    q = Query(0.0, 0.0, 0.0, rho[:, None], near, far, 0.0, 0, 0, 0)
+    s, far = _add_profile(_zeros(F.BM, F.BN), psi, part, q, head, t, True, False, F)
+    return part, psi, s + far
+
+
+@triton.jit
+def profile_band(
+    Band, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H, GROUP, Tq, Tk, q_off, c2,
+    F: tl.constexpr,
+):  # fmt: skip
+    """What a profile with knots adds to the scores of the REST on the diagonal and next to it, `Band` [H, blocks, 2, BM,
+    BN], where the tiles have knots inside. All texts share it, and do not look at these knots."""
+    m0 = tl.program_id(0) * F.BM
+    h = (tl.program_id(1) % H).to(tl.int64)
+    near = tl.program_id(1) // H
+    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
+    if m0 < _first_rows(t, 0, Tq):
+        return
+    rho = tl.load(TB + tl.minimum(m0 + tl.arange(0, F.BM), Tq - 1))
+    _, _, bias = _tile_of(rho, near * F.BN, _head(t, h, c2, F), t, F)
+    at = Band + ((h * tl.num_programs(0) + tl.program_id(0)) * 2 + near) * (F.BM * F.BN)
+    tl.store(at + tl.arange(0, F.BM)[:, None] * F.BN + tl.arange(0, F.BN)[None, :], bias)
+
+
+@triton.jit
+def backward_band(
+    Q, K, V, DO, Lse, Delta, ByQuery, PieceSums, Band, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size,
+    t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, B,
+    F: tl.constexpr,
+):  # fmt: skip
+    """What backward_q sums for knots, for the tiles of `Band`: dS summed over all texts (or a share of them) comes first.
+    Each sum is one more entry behind those of the B texts in `ByQuery` and `PieceSums`."""
+    m0 = tl.program_id(0) * F.BM
+    h = (tl.program_id(1) % H).to(tl.int64)
+    share = tl.program_id(1) // H
+    base = share % 2 * F.BN
+    entry = ((B + share) * H + h).to(tl.int64)
+    blocks = tl.num_programs(0)
+    t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
+    r = m0 + tl.arange(0, F.BM)
+    ByQuery += entry * Tq + r
+    PieceSums += (entry * blocks + tl.program_id(0)) * (2 * F.PP) + tl.arange(0, F.PP)
+    if (m0 < _first_rows(t, 0, Tq)) | (base > m0):
+        tl.store(ByQuery, 0.0, mask=r < Tq)
+        tl.store(PieceSums, 0.0)
+        tl.store(PieceSums + F.PP, 0.0)
+        return
+    each = tl.cdiv(B, tl.num_programs(1) // (2 * H))
+    begin = share // 2 * each
+    end = tl.minimum(B, begin + each)
+    Q += h * q_h
+    K += (h // GROUP) * k_h
+    V += (h // GROUP) * v_h
+    DO += h * do_h
+    Lse += h * Tq
+    Delta += h * Tq
+    a = tl.arange(0, F.BM)[:, None]
+    n = tl.arange(0, F.BN)[None, :]
+    bias = tl.load(Band + ((h * blocks + tl.program_id(0)) * 2 + share % 2) * (F.BM * F.BN) + a * F.BN + n) * c2
+    x = _zeros(F.BM, F.BN)
+    whole = begin
+    if F.EVEN and base > 0:
+        whole = end
+    x = _distance_tiles(x, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t, H, Tq,
+                        Tk, q_off, c2, base, tl.program_id(0), 1, begin, whole, t, False, F)  # fmt: skip
+    x = _distance_tiles(x, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t, H, Tq,
+                        Tk, q_off, c2, base, tl.program_id(0), 1, whole, end, t, True, F)  # fmt: skip
+    head = _head(t, h, c2, F)
+    rho = tl.load(TB + tl.minimum(r, Tq - 1))
+    part, psi, _ = _tile_of(rho, base, head, t, F)
+    rho = rho[:, None]
+    d = tl.abs(_distances(base, False, F)).to(tl.float32)
+    away = _spread(d / (head.rate * d + 1.0), False, F)
+    zero = _zeros(F.BM, 4)
+    pieces = Pieces(part.below, zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
+    at_zero = tl.where(psi == 0.0, x, 0.0)
+    pieces = _with_offset(pieces, _at_zero(head), _fold(at_zero, F.BM, F.BN), F)
+    x -= at_zero
+    if part.inside > 0:
+        pieces = _over_knots(pieces, x, psi, away, part.below, part.inside, rho, head, t, F)
+    sums = Sums(_fold(x, F.BM, F.BN), zero, zero, zero, zero, zero, zero, _fold(x * psi, F.BM, F.BN),
+                _fold(x * away, F.BM, F.BN))  # fmt: skip
+    _store_pieces(_settle(pieces, 0, sums, rho, head, t, F), ByQuery, r < Tq, PieceSums, head, F)
 
 
 @triton.jit

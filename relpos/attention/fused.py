@@ -162,7 +162,7 @@ _BLOCKS: dict[str, tuple[Blocks, Blocks]] = {
     "backward_distance": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     "backward_band": ((64, 64, 4, 3, 0), (64, 64, 4, 2, 0)),
     "profile_table": ((64, 64, 4, 1, 0), (64, 64, 4, 1, 0)),
-    "profile_band": ((64, 64, 4, 1, 0), (64, 64, 4, 1, 0)),
+    "profile_band": ((64, 64, 8, 1, 0), (64, 64, 8, 1, 0)),
     "profile_parts": ((16, 16, 4, 1, 0), (16, 16, 4, 1, 0)),
     "profile_gradient": ((PARTS, PARTS, 4, 1, 0), (PARTS, PARTS, 4, 1, 0)),
     "bank_gradient": ((64, 128, 8, 1, 0), (64, 128, 8, 1, 0)),
@@ -186,7 +186,9 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
 # And from so many tokens on, where there are blocks to spare.
 _LONG: dict[tuple[str, int], tuple[int, Blocks]] = {
     **{("backward_k", kind): (4096, (64, 64, 4, 3, 0)) for kind in (NONE, SLOPE, KNOTTED)},
-    ("backward_q", KNOTTED): (513, (64, 64, 4, 2, 0)),  # most shorter texts have one rho, and then few registers do
+    # Most shorter texts have one rho, and then few registers do.
+    ("forward", KNOTTED): (513, (64, 64, 4, 2, 128)),
+    ("backward_q", KNOTTED): (513, (64, 64, 4, 3, 0)),
 }
 
 
@@ -289,8 +291,8 @@ class _Knots(NamedTuple):
     band: Tensor | None  # its bias near the diagonal, for the others
 
 
-def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, *how) -> tuple[_Call, _Knots | None]:
-    """What to launch, and with what."""
+def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, *how):
+    """What to launch, and with what: a `_Call`, and `_Knots` or None."""
     how = (meta, docs, kind, origin, causal, window, q_offset, *how)
     if kind != PROFILE or not c.numel() or not causal or docs is not None or window:
         return _Call(ALL, q, k, a, b, c, d, e, None, *how), None
@@ -421,8 +423,8 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
                 diagonals, _ = _diagonal_sums(beside.first, inputs, call.Tk - 1)
                 shares, _, count, n = diagonals.shape
             if banded:
-                call.launch("backward_band", (blocks, (entries - call.B) * call.H), [*inputs, by_query, pieces, band],
-                            inputs[:4], [call.B])  # fmt: skip
+                grid = 2 * blocks, (entries - call.B) // 2 * call.H
+                call.launch("backward_band", grid, [*inputs, by_query, pieces, band], inputs[:4], [call.B])
             one = b.shape[0] == 1
             grads[A], grads[D], grads[E] = torch.empty_like(a), torch.empty_like(d), torch.empty_like(e)
             grads[B_] = torch.empty_like(b) if one else by_query.sum(1)
@@ -461,7 +463,7 @@ def _diagonals(call: _Call, last: int) -> tuple[int, int, int, int]:
     # Diagonals of a table differ most in length, and many are short: more programs, so that none is the last. Those of
     # first queries are shorter still, by how much only the device knows.
     programs = PROGRAMS * (3 if call.flags["ROWS"] == ALL else 1)
-    most = -(-programs // (count * call.H))
+    most = max(1 if call.flags["ROWS"] == ALL else 4, -(-programs // (count * call.H)))
     return n, before, count, max(1, min(-(-tiles // TILES), most))
 
 

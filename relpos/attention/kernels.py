@@ -22,7 +22,8 @@ float16, whose range may be too small for that.
 
 A profile with knots and one rho for the FIRST queries of an entry (all, or a multiple of every block) is a table by
 distance to them: kernels take these queries as DISTANCE, with flags of their own, and the REST as PROFILE, where most
-tiles lie on one piece.
+tiles lie on one piece. The others are mostly those on the diagonal and next to it; where all texts share rho, these are
+made once for all (`profile_band`), and what their knots gather is summed over all texts first (`backward_band`).
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
@@ -339,6 +340,21 @@ def _spread(x, TURNED: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def _spread_two(x, y, TURNED: tl.constexpr, F: tl.constexpr):
+    """Both at once, as the halves of one number."""
+    low = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    z = _spread(low | (y.to(tl.int32, bitcast=True).to(tl.int64) << 32), TURNED, F)
+    return z.to(tl.int32).to(tl.float32, bitcast=True), (z >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _away(base, rate, F: tl.constexpr):
+    """By distance, the derivative of psi by the rate."""
+    d = tl.abs(_distances(base, False, F)).to(tl.float32)
+    return d / (rate * d + 1.0)
+
+
+@triton.jit
 def _table(d, t, h):
     """Values of the distances d."""
     at = tl.minimum(tl.maximum(d + t.origin, 0), t.size - 1)
@@ -495,14 +511,15 @@ def _add_bias(
     MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`) or, of a profile with
-    knots, in the tile. And of a profile: psi, and that constant."""
+    knots, in the tile. And of a profile: psi; with knots its derivative by the rate; and that constant."""
     far = 0.0
     psi = s
+    away = s
     if NEAR:
         a = tl.arange(0, F.BM)
         n = tl.arange(0, F.BN)
         a, n = (a[None, :], n[:, None]) if TURNED else (a[:, None], n[None, :])
-        return s + tl.load(q.band + a * F.BN + n), psi, far
+        return s + tl.load(q.band + a * F.BN + n), psi, away, far
     if F.KIND == SLOPE:
         if F.CANCEL:
             s += sj
@@ -531,14 +548,17 @@ def _add_bias(
             else:
                 s += _spread(head.slope * by_distance, TURNED, F)
         else:
-            psi = _spread(by_distance, TURNED, F)
+            if F.KNOTS > 0 and F.GRAD and not TURNED:
+                psi, away = _spread_two(by_distance, _away(base, head.rate, F), TURNED, F)
+            else:
+                psi = _spread(by_distance, TURNED, F)
             if F.KNOTS == 0:
                 s += (head.slope * q.rho) * psi
             else:
                 s, far = _add_profile(s, psi, part, q, head, t, ZERO, TURNED, F)
     if F.KIND == DISTANCE:
         s += head.far if MODE == FAR else _spread(_table(_distances(base, TURNED, F), t, head.h), TURNED, F)
-    return s, psi, far
+    return s, psi, away, far
 
 
 @triton.jit
@@ -771,7 +791,7 @@ def _forward_tiles(
         near = info
         if NEAR:
             near = _with_band(info, _band(info.band, head.h, mcol, n0, Tq, F))
-        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
+        s, psi, away, far = _add_bias(s, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             s = tl.where(ok2, s, float("-inf"))
@@ -860,12 +880,12 @@ def forward(
     if F.ROWS == REST:
         if m0 < _first_rows(t, b, Tq):
             _own_output(
-                b, h, m0, Q, K, V, O, Lse, Low, Band, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b,
-                v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, G)  # fmt: skip
+                b, h, m0, Q, K, V, O, Lse, Low, Band, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t,
+                v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, G)  # fmt: skip
             return
     _own_output(
-        b, h, m0, Q, K, V, O, Lse, Low, Band, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H,
-        GROUP, Tq, Tk, q_off, c2, reach, F)  # fmt: skip
+        b, h, m0, Q, K, V, O, Lse, Low, Band, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
+        H, GROUP, Tq, Tk, q_off, c2, reach, F)  # fmt: skip
 
 
 @triton.jit
@@ -916,7 +936,7 @@ def _backward_q_tiles(
         near = info
         if NEAR:
             near = _with_band(info, _band(info.band, head.h, mcol, n0, Tq, F))
-        s, psi, far = _add_bias(s, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
+        s, psi, away, far = _add_bias(s, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
         level = lse - far * c2 if F.KNOTS > 0 and not NEAR else lse
         w = tl.exp2(s * c2 - level[:, None]) if F.RAW else tl.exp2(s - level[:, None])
         if MASKED:
@@ -947,8 +967,6 @@ def _backward_q_tiles(
                     gate -= _fold(ds * log, F.BM, F.BN)
                     of_gate -= _fold(w * log, F.BM, F.BN)
             if F.KNOTS > 0:
-                d = tl.abs(_distances(mcol - n0, False, F)).to(tl.float32)
-                away = _spread(d / (head.rate * d + 1.0), False, F)
                 x = ds
                 if ZERO:  # the distance 0, below knots that were not counted
                     x = tl.where(psi == 0.0, ds, 0.0)
@@ -1082,8 +1100,8 @@ def _add_to_bank(ByBank, base, x, mix, most, F: tl.constexpr):
 @triton.jit
 def _own_queries(
     b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Meta, Docs, t,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off,
-    c2, scale, reach, by_t, F: tl.constexpr,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk,
+    q_off, c2, scale, reach, by_t, F: tl.constexpr,
 ):  # fmt: skip
     """All that backward_q does for one block of queries."""
     blocks = tl.cdiv(Tq, F.BM)
@@ -1173,9 +1191,9 @@ def _own_queries(
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Table, Band, Meta, Docs, TA, TB,
-    TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-    do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, G: tl.constexpr,
+    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Table, Band, Meta, Docs, TA,
+    TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
+    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, G: tl.constexpr,
     F: tl.constexpr,
 ):  # fmt: skip
     """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, WIDE], where with CANCEL the level
@@ -1200,8 +1218,8 @@ def backward_q(
             h = (x % H).to(tl.int64)
             _own_queries(
                 b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Band,
-                Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
-                H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
+                Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h,
+                dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
     else:
         m0 = (blocks - 1 - tl.program_id(0)) * F.BM
         b = (tl.program_id(1) // H).to(tl.int64)
@@ -1216,13 +1234,14 @@ def backward_q(
                     tl.store(pieces_at + F.PP, 0.0)
                 _own_queries(
                     b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends,
-                    Band, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-                    do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, G)  # fmt: skip
+                    Band, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
+                    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t,
+                    G)  # fmt: skip
                 return
         _own_queries(
             b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Meta,
-            Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP,
-            Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
+            Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H,
+            GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
 
 
 @triton.jit
@@ -1307,7 +1326,7 @@ def _backward_k_tiles(
         if F.KNOTS > 0 and not NEAR:
             if m0 >= part.until:
                 part = _stretch_of_rows(m0, mcol - n0, Bends, Tq, t, head, ZERO, F)
-        s, psi, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, part, NEAR, ZERO, True, MODE, F)
+        s, psi, _, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, part, NEAR, ZERO, True, MODE, F)
         if F.KNOTS > 0 and not NEAR:
             lse -= offset * c2
         if F.CANCEL and F.KIND == SLOPE:
@@ -1350,9 +1369,9 @@ def _backward_k_tiles(
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Rows, DK, DV, DKey, DRate, Bends, Table, Band, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f,
-    t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    H, GROUP, Tq, Tk, q_off, c2, scale, reach, G: tl.constexpr, F: tl.constexpr,
+    Q, K, V, DO, Rows, DK, DV, DKey, DRate, Bends, Table, Band, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g,
+    t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h,
+    dv_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, G: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
     potential at the keys, or for slopes and a profile without knots, of which the host takes the sum; `DRate`, the same
@@ -1595,8 +1614,8 @@ def profile_table(
 
 @triton.jit
 def _tile_of(rho, base, head, t, F: tl.constexpr):
-    """Of the tile of queries with such rho, `base` behind the keys: the piece it begins on, psi, and what a profile with
-    knots adds."""
+    """Of the tile of queries with such rho, `base` behind the keys: the piece it begins on, psi, and what a profile
+    with knots adds."""
     near, far = _bends(rho, head)
     part = _looked_up(_knots_in(base, near, far, True, F), t, head, 0, F)
     psi = _spread(_psi(_distances(base, False, F), head.rate, F), False, F)
@@ -1610,8 +1629,8 @@ def profile_band(
     Band, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H, GROUP, Tq, Tk, q_off, c2,
     F: tl.constexpr,
 ):  # fmt: skip
-    """What a profile with knots adds to the scores of the REST on the diagonal and next to it, `Band` [H, blocks, 2, BM,
-    BN], where the tiles have knots inside. All texts share it, and do not look at these knots."""
+    """What a profile with knots adds to the scores of the REST on the diagonal and next to it, `Band` [H, blocks, 2,
+    BM, BN], where most knots lie. All texts share it, and do not look at these knots."""
     m0 = tl.program_id(0) * F.BM
     h = (tl.program_id(1) % H).to(tl.int64)
     near = tl.program_id(1) // H
@@ -1626,29 +1645,32 @@ def profile_band(
 
 @triton.jit
 def backward_band(
-    Q, K, V, DO, Lse, Delta, ByQuery, PieceSums, Band, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size,
-    t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, B,
+    Q, K, V, DO, Lse, Delta, ByQuery, PieceSums, Band, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f,
+    t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, B,
     F: tl.constexpr,
 ):  # fmt: skip
-    """What backward_q sums for knots, for the tiles of `Band`: dS summed over all texts (or a share of them) comes first.
-    Each sum is one more entry behind those of the B texts in `ByQuery` and `PieceSums`."""
-    m0 = tl.program_id(0) * F.BM
+    """What backward_q sums for a profile with knots, for the tiles of `Band`: dS is summed over all texts, or a share
+    of them, first. Each sum is one more entry behind those of the B texts in `ByQuery` and `PieceSums`."""
+    # The two tiles of a block of queries side by side: they read the same.
+    block = tl.program_id(0) // 2
+    m0 = block * F.BM
     h = (tl.program_id(1) % H).to(tl.int64)
+    near = tl.program_id(0) % 2
+    base = near * F.BN
     share = tl.program_id(1) // H
-    base = share % 2 * F.BN
-    entry = ((B + share) * H + h).to(tl.int64)
-    blocks = tl.num_programs(0)
+    entry = ((B + share * 2 + near) * H + h).to(tl.int64)
+    blocks = tl.num_programs(0) // 2
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     r = m0 + tl.arange(0, F.BM)
     ByQuery += entry * Tq + r
-    PieceSums += (entry * blocks + tl.program_id(0)) * (2 * F.PP) + tl.arange(0, F.PP)
+    PieceSums += (entry * blocks + block) * (2 * F.PP) + tl.arange(0, F.PP)
     if (m0 < _first_rows(t, 0, Tq)) | (base > m0):
         tl.store(ByQuery, 0.0, mask=r < Tq)
         tl.store(PieceSums, 0.0)
         tl.store(PieceSums + F.PP, 0.0)
         return
-    each = tl.cdiv(B, tl.num_programs(1) // (2 * H))
-    begin = share // 2 * each
+    each = tl.cdiv(B, tl.num_programs(1) // H)
+    begin = share * each
     end = tl.minimum(B, begin + each)
     Q += h * q_h
     K += (h // GROUP) * k_h
@@ -1658,21 +1680,20 @@ def backward_band(
     Delta += h * Tq
     a = tl.arange(0, F.BM)[:, None]
     n = tl.arange(0, F.BN)[None, :]
-    bias = tl.load(Band + ((h * blocks + tl.program_id(0)) * 2 + share % 2) * (F.BM * F.BN) + a * F.BN + n) * c2
+    bias = tl.load(Band + ((h * blocks + block) * 2 + near) * (F.BM * F.BN) + a * F.BN + n) * c2
     x = _zeros(F.BM, F.BN)
     whole = begin
     if F.EVEN and base > 0:
         whole = end
     x = _distance_tiles(x, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t, H, Tq,
-                        Tk, q_off, c2, base, tl.program_id(0), 1, begin, whole, t, False, F)  # fmt: skip
+                        Tk, q_off, c2, base, block, 1, begin, whole, t, False, F)  # fmt: skip
     x = _distance_tiles(x, bias, Q, K, V, DO, Lse, Delta, Meta, Docs, q_b, q_t, k_b, k_t, v_b, v_t, do_b, do_t, H, Tq,
-                        Tk, q_off, c2, base, tl.program_id(0), 1, whole, end, t, True, F)  # fmt: skip
+                        Tk, q_off, c2, base, block, 1, whole, end, t, True, F)  # fmt: skip
     head = _head(t, h, c2, F)
     rho = tl.load(TB + tl.minimum(r, Tq - 1))
     part, psi, _ = _tile_of(rho, base, head, t, F)
     rho = rho[:, None]
-    d = tl.abs(_distances(base, False, F)).to(tl.float32)
-    away = _spread(d / (head.rate * d + 1.0), False, F)
+    away = _spread(_away(base, head.rate, F), False, F)
     zero = _zeros(F.BM, 4)
     pieces = Pieces(part.below, zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
     at_zero = tl.where(psi == 0.0, x, 0.0)

@@ -75,8 +75,9 @@ def test_attention(spec, head_dim, compiled):
     if spec == "inkling":
         names = [*names[:2], "bank_gradient", *names[2:]]
     if spec == "fire":
-        sums = ["backward_distance", "profile_parts", "profile_gradient"]
-        names = ["profile_table", "forward", "profile_table", "backward_q", "backward_k", *sums]
+        near = ["profile_table", "profile_band"]
+        sums = ["backward_distance", "backward_band", "profile_parts", "profile_gradient"]
+        names = [*near, "forward", *near, "backward_q", "backward_k", *sums]
     check(compiled, names)
 
 

@@ -32,6 +32,8 @@ TILES = 16  # of a diagonal that are worth a program
 SHARES = 1 << 28  # bytes of the shares in which a bank's gradient is summed, at most
 BAND = 1 << 26  # bytes of a profile's bias near the diagonal, at most
 KNOTS = 1 << 15  # of a profile there must be fewer, as BITS in kernels.py says
+WAVES = 16  # as in kernels.py
+SERIES: tuple[str, ...] = "forward", "backward_q", "backward_k"  # that take a profile's psi from a series
 PARTS = 32  # in which the sums over the pieces of a profile are taken
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
 ALL, FIRST, REST = range(3)
@@ -273,7 +275,7 @@ class _Call:
         options: dict[str, int] = {"num_warps": warps, "num_stages": stages}
         if registers and torch.version.cuda:
             options["maxnreg"] = registers
-        F = self.flagged(blocks, **flags)
+        F = self.flagged(blocks, **flags, SERIES=self.flags.get("BAND", False) and kernel in SERIES)
         strides = [s for x in strided for s in x.stride()[:3]]
         with torch.cuda.device_of(self.q):  # Triton launches on the current device
             getattr(_kernels(), kernel)[grid](*outs, *self.term, *strides, *self.sizes, *scalars, F, **options)
@@ -289,6 +291,7 @@ class _Knots(NamedTuple):
     table: Tensor  # what it is to the first queries, which have one rho: a table by distance
     first: _Call
     band: Tensor | None  # its bias near the diagonal, for the others
+    series: Tensor | None  # and of what they look up farther away
 
 
 def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, *how):
@@ -299,30 +302,32 @@ def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offs
     count = b.new_empty(b.shape[0], dtype=torch.int32)
     call = _Call(REST, q, k, a, b, c, d, e, count, *how)
     table = d.new_empty(call.H, call.Tk)
-    blocks = max(-(-call.Tk // call.blocks("profile_table")[0]), b.shape[0])
-    call.launch("profile_table", (blocks, call.H), [table], [], [b.shape[0]])
+    band = series = None
+    n = call.blocks("profile_table")[0]
+    kernels = "profile_table", "profile_band", "backward_band", "forward", "backward_q"
+    sizes = {call.blocks(kernel)[:2] for kernel in kernels}
+    aligned = sizes == {(n, n)} and call.blocks("backward_k")[1] == n
+    blocks, rows = -(-call.Tq // n), -(-call.Tk // n) + 1
+    if aligned and q.dtype != torch.float32 and meta is None and not q_offset and b.shape[0] == 1:
+        if 8 * call.H * blocks * n * n <= BAND:
+            band, series = d.new_empty(call.H, blocks, 2, n, n), q.new_empty(a.numel(), 2, rows * n, WAVES)
+            call.flags["BAND"] = True
+    grid = max(rows, b.shape[0]), call.H
+    call.launch("profile_table", grid, [table, q if series is None else series], [], [b.shape[0]])
+    if band is not None:
+        call.launch("profile_band", (blocks, 2 * call.H), [band], [], [])
     how = (meta, docs, DISTANCE, 0, *how[4:])
     first = _Call(FIRST, q, k, table, None, None, None, None, count, *how)
     first.flags["WIDE"] = call.flags["WIDE"]  # they lie among the others
-    band = None
-    n, sizes = call.blocks("profile_band")[0], {call.blocks("backward_band")[:2]}
-    sizes |= {call.blocks(kernel)[:2] for kernel in ("forward", "backward_q")}
-    aligned = sizes == {(n, n)} and call.blocks("backward_k")[1] == n
-    blocks = -(-call.Tq // n)
-    if aligned and q.dtype != torch.float32 and meta is None and not q_offset and b.shape[0] == 1:
-        if 8 * call.H * blocks * n * n <= BAND:
-            band = d.new_empty(call.H, blocks, 2, n, n)
-            call.launch("profile_band", (blocks, 2 * call.H), [band], [], [])
-            call.flags["BAND"] = True
-    return call, _Knots(table, first, band)
+    return call, _Knots(table, first, band, series)
 
 
-def _beside(call: _Call, knots: _Knots | None, kernel: str, **flags: int) -> tuple[Tensor, Tensor, Any]:
-    """In a launch of the kernel the table and the band, and the flags for the first queries."""
+def _beside(call: _Call, knots: _Knots | None, kernel: str, **flags: int) -> tuple[list[Tensor], Any]:
+    """In a launch of the kernel the table, the band and the series, and the flags for the first queries."""
     if knots is None:
-        return call.q, call.q, None
-    band = call.q if knots.band is None else knots.band
-    return knots.table, band, knots.first.flagged(call.blocks(kernel), **flags)
+        return [call.q] * 3, None
+    beside = [call.q if x is None else x for x in (knots.table, knots.band, knots.series)]
+    return beside, knots.first.flagged(call.blocks(kernel), **flags)
 
 
 def _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
@@ -330,9 +335,9 @@ def _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q
     if not q.numel():
         return out, lse, low
     call, beside = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
-    table, band, flags = _beside(call, beside, "forward")
+    tables, flags = _beside(call, beside, "forward")
     grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
-    call.launch("forward", grid, [q, k, v, out, lse, low, table, band], [q, k, v, out], [call.reach, flags])
+    call.launch("forward", grid, [q, k, v, out, lse, low, *tables], [q, k, v, out], [call.reach, flags])
     return out, lse, low
 
 
@@ -383,10 +388,10 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
         grid = (min(shares, grid[0] * grid[1]), 1)
         by_bank = lse.new_empty(grid[0], *shape)
-    table, band, flags = _beside(call, beside, "backward_q", GRAD=grad)
+    tables, flags = _beside(call, beside, "backward_q", GRAD=grad)
     call.launch(
         "backward_q", grid,
-        [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends, table, band],
+        [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends, *tables],
         [q, k, v, out, do, dq], [scale, call.reach, by_query.stride(-2), call.B, flags], GRAD=grad,
     )  # fmt: skip
     grads: dict[int, Tensor] = {}
@@ -394,10 +399,10 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         grads[B_] = torch.empty_like(b)
         call.launch("bank_gradient", (-(-b.shape[1] * call.flags["RP"] // call.blocks("bank_gradient")[1]), 1),
                     [grads[B_], by_bank], [], [*by_bank.shape[:2], *b.shape])  # fmt: skip
-    table, band, flags = _beside(call, beside, "backward_k", QM=QM)
+    tables, flags = _beside(call, beside, "backward_k", QM=QM)
     call.launch(
         "backward_k", (-(-call.Tk // of_keys[1]), call.B * k.shape[1]),
-        [q, k, v, do, rows, dk, dv, by_key, by_rate, bends, table, band], [q, k, v, do, dk, dv],
+        [q, k, v, do, rows, dk, dv, by_key, by_rate, bends, *tables], [q, k, v, do, dk, dv],
         [scale, call.reach, flags], GRAD=grad and at_keys, QM=QM,
     )  # fmt: skip
 
@@ -424,7 +429,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
                 shares, _, count, n = diagonals.shape
             if banded:
                 grid = 2 * blocks, (entries - call.B) // 2 * call.H
-                call.launch("backward_band", grid, [*inputs, by_query, pieces, band], inputs[:4], [call.B])
+                call.launch("backward_band", grid, [*inputs, by_query, pieces, beside.band], inputs[:4], [call.B])
             one = b.shape[0] == 1
             grads[A], grads[D], grads[E] = torch.empty_like(a), torch.empty_like(d), torch.empty_like(e)
             grads[B_] = torch.empty_like(b) if one else by_query.sum(1)

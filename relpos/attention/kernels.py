@@ -23,7 +23,15 @@ float16, whose range may be too small for that.
 A profile with knots and one rho for the FIRST queries of an entry (all, or a multiple of every block) is a table by
 distance to them: kernels take these queries as DISTANCE, with flags of their own, and the REST as PROFILE, where most
 tiles lie on one piece. The others are mostly those on the diagonal and next to it; where all texts share rho, these are
-made once for all (`profile_band`), and what their knots gather is summed over all texts first (`backward_band`).
+made once for all (`profile_band`), and what their knots gather is summed over all texts first (`backward_band`). psi in
+the tiles beyond them is a matrix product. As a function of the key a row of it is smooth there, a sum of few Chebyshev
+polynomials (Mason and Handscomb, Chebyshev Polynomials, 2003; n is the key's place in the tile, y = 1 + rate * distance
+at its middle, root = sqrt(1 - (BN / 2 * rate / y)^2)):
+
+    x = (2 n - BN + 1) / BN,   r = BN / 2 * rate / y / (1 + root) <= 0.17
+    psi = ln(y / (1 + r^2)) - 2 sum_j r^j / j T_j(x)
+
+The coefficients depend on the distance alone, the polynomials on the key alone: `profile_table` makes both, once.
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
@@ -56,6 +64,7 @@ BLOCK = tl.constexpr(128)  # a multiple of every block of queries
 BITS = tl.constexpr(15)  # that hold the number of knots: there must be fewer
 MANY = tl.constexpr(1 << 15)
 NOWHERE = tl.constexpr(1 << 30)  # a distance that there is not
+WAVES = tl.constexpr(16)  # columns of a profile's series: `_column`
 # Of tiles: any; beyond the reach of a table or bank.
 ANY, FAR = (tl.constexpr(n) for n in range(2))
 # Of queries: all; the first of each batch entry, as many as Term.first says; the others.
@@ -93,6 +102,7 @@ class Flags(NamedTuple):
     QM: int = 0  # in backward_k: the block of queries of backward_q
     ROWS: int = 0  # ALL, FIRST or REST
     BAND: bool = False  # tiles on and next to the diagonal have their bias from `profile_band`
+    SERIES: bool = False  # and the others psi from a series
 
 
 class Term(NamedTuple):
@@ -119,6 +129,10 @@ class Head(NamedTuple):
     rate: Any
     far: Any
     knots: Any
+    series: Any  # with BAND: coefficients by distance [.., WAVES], polynomials by key [BN, WAVES], and in float16 what
+    waves: Any  # psi and its derivative by the rate are to be multiplied by, as its range is small
+    psi_unit: Any
+    away_unit: Any
 
 
 class Query(NamedTuple):
@@ -137,7 +151,8 @@ class Query(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What backward_q sums along its rows, [BM, 4] each, or for a bank [BM, RP]; and `held`, a tile of a bank's dS."""
+    """What backward_q sums along its rows, [BM, 4] each, for a bank [BM, RP], by a series [BM, WAVES]; and `held`, a
+    tile of a bank's dS."""
 
     row: Any  # of dS
     query: Any  # for S_i, and what it expects under the softmax
@@ -161,7 +176,8 @@ class Stretch(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Where they end in a profile with knots: for rho and the rate, [BM, 4]; by piece and above each knot, [4, PP]."""
+    """Where they end in a profile with knots: for rho and the rate, [BM, 4] (by a series the latter is [BM, WAVES],
+    and of all pieces so far); by piece and above each knot, [4, PP]."""
 
     held: Any  # the piece that `Sums` are of
     rho: Any
@@ -189,7 +205,30 @@ def _head(t, h, c2, F: tl.constexpr):
             knots = tl.load(t.c + n, mask=n < F.KNOTS, other=float("inf"))
     if F.KIND == DISTANCE:
         far = tl.load(t.a + h * t.size + t.size - 1) * LOG2E
-    return Head(h, LOG2E / c2, slope, rate, far, knots)
+    return Head(h, LOG2E / c2, slope, rate, far, knots, 0, 0.0, 1.0, 1.0)
+
+
+@triton.jit
+def _series_rows(Tk, F: tl.constexpr):
+    """How many rows a series has: the polynomials lie where there are no distances it is used for."""
+    return (tl.cdiv(Tk, F.BN) + 1) * F.BN
+
+
+@triton.jit
+def _with_series(head, Series, t, Tk, F: tl.constexpr):
+    """Of `profile_table`. In float16 it is relative to the nearest distance: those farther are larger, and not by more
+    than they are farther."""
+    if F.SERIES:
+        Series += head.h * t.size * (2 * WAVES) * _series_rows(Tk, F).to(tl.int64)
+        n = tl.arange(0, F.BN)[:, None]
+        waves = tl.load(Series + n * WAVES + tl.arange(0, WAVES)[None, :])
+        units = 1.0, 1.0
+        if waves.dtype == tl.float16:
+            nearest = tl.cast(2 * F.BN, tl.float32)
+            units = _psi(nearest, head.rate, F), nearest / (head.rate * nearest + 1.0)
+        return Head(head.h, head.unit, head.slope, head.rate, head.far, head.knots, Series, waves, units[0], units[1])
+    else:
+        return head
 
 
 @triton.jit
@@ -340,18 +379,39 @@ def _spread(x, TURNED: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def _spread_two(x, y, TURNED: tl.constexpr, F: tl.constexpr):
-    """Both at once, as the halves of one number."""
-    low = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    z = _spread(low | (y.to(tl.int32, bitcast=True).to(tl.int64) << 32), TURNED, F)
-    return z.to(tl.int32).to(tl.float32, bitcast=True), (z >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+def _tile_away(base, head, F: tl.constexpr):
+    """The derivative of psi by the rate, in a tile."""
+    d = tl.abs(_distances(base, False, F)).to(tl.float32)
+    return _spread(d / (head.rate * d + 1.0), False, F)
 
 
 @triton.jit
-def _away(base, rate, F: tl.constexpr):
-    """By distance, the derivative of psi by the rate."""
-    d = tl.abs(_distances(base, False, F)).to(tl.float32)
-    return d / (rate * d + 1.0)
+def _series(head, base, F: tl.constexpr):
+    """Where the coefficients of a tile `base` behind its keys begin, and which they are: [BM, WAVES]."""
+    begin = head.series
+    if F.SERIES:
+        begin += base * WAVES
+    return begin, tl.arange(0, F.BM)[:, None] * WAVES + tl.arange(0, WAVES)[None, :]
+
+
+@triton.jit
+def _psi_of_series(x, head, TURNED: tl.constexpr, F: tl.constexpr):
+    """psi of a tile, as a product; x are its coefficients."""
+    if TURNED:
+        psi = tl.dot(head.waves, tl.trans(x), input_precision="ieee")
+    else:
+        psi = tl.dot(x, tl.trans(head.waves), input_precision="ieee")
+    return psi * head.psi_unit if x.dtype == tl.float16 else psi
+
+
+@triton.jit
+def _moments(x, of_psi, of_away, head, F: tl.constexpr):
+    """Of x [BM, BN] the sums of x and of x * psi, [BM, 4] each, and those of x * psi's derivative by the rate, [BM,
+    WAVES]: products with the polynomials, times coefficients."""
+    y = tl.dot(x.to(of_psi.dtype), head.waves, input_precision="ieee")
+    row = _fold(tl.where(tl.arange(0, WAVES)[None, :] == 0, y, 0.0), F.BM, WAVES)
+    psi = _fold(y * of_psi.to(tl.float32), F.BM, WAVES)
+    return row, psi * head.psi_unit, y * of_away.to(tl.float32) * head.away_unit
 
 
 @triton.jit
@@ -479,10 +539,10 @@ def _at_zero(head):
 @triton.jit
 def _add_profile(s, psi, part, q, head, t, ZERO: tl.constexpr, TURNED: tl.constexpr, F: tl.constexpr):
     """Scores plus a profile with knots, less what is constant in the tile; and that. It is continuous: each knot adds
-    what lies above it. ZERO: the knots between the distances 0 and 1 were not counted."""
+    what lies above it. ZERO: the knots between the distances 0 and 1 were not counted. With SERIES: no scores."""
     plain = s
     far = part.offset
-    s = tl.fma(part.slope * q.rho, psi, s)
+    s = (part.slope * q.rho) * psi if F.SERIES else tl.fma(part.slope * q.rho, psi, s)
     if part.inside > 0:
         u = psi
         unit = q.rho
@@ -507,19 +567,17 @@ def _add_profile(s, psi, part, q, head, t, ZERO: tl.constexpr, TURNED: tl.conste
 
 @triton.jit
 def _add_bias(
-    s, base, fi, fj, sj, q, head, t, c2, part, NEAR: tl.constexpr, ZERO: tl.constexpr, TURNED: tl.constexpr,
+    s, far, base, fi, fj, sj, q, head, t, c2, part, NEAR: tl.constexpr, ZERO: tl.constexpr, TURNED: tl.constexpr,
     MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Scores s of a tile plus the term, less what is constant along a row (`_row_constant`) or, of a profile with
-    knots, in the tile. And of a profile: psi; with knots its derivative by the rate; and that constant."""
-    far = 0.0
+    knots, in the tile. And of a profile psi, and that constant, which is given with SERIES: then all is in s."""
     psi = s
-    away = s
     if NEAR:
         a = tl.arange(0, F.BM)
         n = tl.arange(0, F.BN)
         a, n = (a[None, :], n[:, None]) if TURNED else (a[:, None], n[None, :])
-        return s + tl.load(q.band + a * F.BN + n), psi, away, far
+        return s + tl.load(q.band + a * F.BN + n), psi, far
     if F.KIND == SLOPE:
         if F.CANCEL:
             s += sj
@@ -539,7 +597,7 @@ def _add_bias(
         gap = q.s - sj
         log = _log2(gap * gap + 1.0, F.EXACT)
         s -= q.gate * log if F.GATED else log
-    if F.KIND == PROFILE:
+    if F.KIND == PROFILE and not F.SERIES:
         by_distance = _psi(_distances(base, TURNED, F), head.rate, F)
         if F.ONE:  # its offset is constant along every row, and cancels
             if TURNED and F.GRAD:  # backward_k needs psi itself
@@ -548,17 +606,14 @@ def _add_bias(
             else:
                 s += _spread(head.slope * by_distance, TURNED, F)
         else:
-            if F.KNOTS > 0 and F.GRAD and not TURNED:
-                psi, away = _spread_two(by_distance, _away(base, head.rate, F), TURNED, F)
-            else:
-                psi = _spread(by_distance, TURNED, F)
+            psi = _spread(by_distance, TURNED, F)
             if F.KNOTS == 0:
                 s += (head.slope * q.rho) * psi
             else:
                 s, far = _add_profile(s, psi, part, q, head, t, ZERO, TURNED, F)
     if F.KIND == DISTANCE:
         s += head.far if MODE == FAR else _spread(_table(_distances(base, TURNED, F), t, head.h), TURNED, F)
-    return s, psi, away, far
+    return s, psi, far
 
 
 @triton.jit
@@ -734,9 +789,11 @@ def _range_of_keys(Docs, mcol, klen, Tk, reach, F: tl.constexpr):
 
 
 @triton.jit
-def _scores(x, y, base, mix, c2, t, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
-    """Products of a tile's queries and keys; what a bank adds is there before them."""
-    if F.KIND == BANK and MODE != FAR:
+def _scores(x, y, base, mix, bias, c2, t, TURNED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr):
+    """Products of a tile's queries and keys; what a bank or a series adds is there before them."""
+    if F.SERIES:
+        s = tl.dot(x, tl.trans(y), bias, input_precision="ieee")
+    elif F.KIND == BANK and MODE != FAR:
         s = tl.dot(x, tl.trans(y), _bank_tile(base, mix, c2, t, TURNED, F), input_precision="ieee")
     else:
         s = tl.dot(x, tl.trans(y), input_precision="ieee")
@@ -772,26 +829,35 @@ def _forward_tiles(
     k_step = tl.cast(F.BN, tl.int64) * k_t
     v_step = tl.cast(F.BN, tl.int64) * v_t
     part = _nowhere(begin)
+    C, series = _series(head, mcol - begin, F)
     # Without a bank's tile there is shared memory for another stage.
     for n0 in tl.range(begin, end, F.BN, num_stages=3 if F.KIND == BANK and MODE == FAR else None):
         j = n0 + n
         ok = j < klen
         k = _features(K, n, k_t, ok, MASKED and not F.EVEN, F)
         K += k_step
-        s = _scores(q, k, mcol - n0, info.mix, c2, t, False, MODE, F)
+        bias = 0.0
+        far = 0.0
+        if F.KNOTS > 0 and not NEAR:
+            if n0 >= part.until:
+                part = _stretch(n0, mcol - n0, info.near, info.far, t, head, ZERO, F)
+        if F.SERIES:
+            bias = _zeros(F.BM, F.BN)
+            if not NEAR:
+                psi = _psi_of_series(tl.load(C + series), head, False, F)
+                bias, far = _add_profile(bias, psi, part, info, head, t, ZERO, False, F)
+                C -= F.BN * WAVES
+        s = _scores(q, k, mcol - n0, info.mix, bias, c2, t, False, MODE, F)
         fj = n.to(tl.float32)[None, :] + tl.cast(n0 - mcol, tl.float32)
         sj = fj
         if F.KIND == SLOPE:
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        if F.KNOTS > 0 and not NEAR:
-            if n0 >= part.until:
-                part = _stretch(n0, mcol - n0, info.near, info.far, t, head, ZERO, F)
         near = info
         if NEAR:
             near = _with_band(info, _band(info.band, head.h, mcol, n0, Tq, F))
-        s, psi, away, far = _add_bias(s, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
+        s, psi, far = _add_bias(s, far, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
         if MASKED:
             ok2 = _visible(a + (mcol - n0), n[None, :], klen - n0, j[None, :], info.doc_lo, info.doc_hi, F)
             s = tl.where(ok2, s, float("-inf"))
@@ -823,15 +889,15 @@ def _forward_tiles(
 
 @triton.jit
 def _own_output(
-    b, h, m0, Q, K, V, O, Lse, Low, Band, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H,
-    GROUP, Tq, Tk, q_off, c2, reach, F: tl.constexpr,
+    b, h, m0, Q, K, V, O, Lse, Low, Band, Series, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
+    o_t, H, GROUP, Tq, Tk, q_off, c2, reach, F: tl.constexpr,
 ):  # fmt: skip
     """All that forward does for one block of queries."""
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     mcol = q_off + m0
     r = m0 + tl.arange(0, F.BM)
     q = _features(Q + b * q_b + h * q_h, r.to(tl.int64), q_t, r < Tq, True, F)
-    head = _head(t, h, c2, F)
+    head = _with_series(_head(t, h, c2, F), Series, t, Tk, F)
     info = _block_of_queries(t, head, Docs, Band, b, m0, mcol, Tq, Tk, F)
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     acc = _blank(F.BM, F.DP, Tk)
@@ -866,9 +932,9 @@ def _own_output(
 
 @triton.jit
 def forward(
-    Q, K, V, O, Lse, Low, Table, Band, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, G: tl.constexpr,
-    F: tl.constexpr,
+    Q, K, V, O, Lse, Low, Table, Band, Series, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size,
+    t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, G:
+    tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """The output; the log-sum-exp; and if SURE what rounding took from the output, laid out as it is. `Table` and the
     flags G are those of FIRST queries."""
@@ -880,18 +946,18 @@ def forward(
     if F.ROWS == REST:
         if m0 < _first_rows(t, b, Tq):
             _own_output(
-                b, h, m0, Q, K, V, O, Lse, Low, Band, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t,
-                v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, G)  # fmt: skip
+                b, h, m0, Q, K, V, O, Lse, Low, Band, Series, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b,
+                k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, G)  # fmt: skip
             return
     _own_output(
-        b, h, m0, Q, K, V, O, Lse, Low, Band, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-        H, GROUP, Tq, Tk, q_off, c2, reach, F)  # fmt: skip
+        b, h, m0, Q, K, V, O, Lse, Low, Band, Series, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
+        o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, F)  # fmt: skip
 
 
 @triton.jit
 def _backward_q_tiles(
-    dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen, Tq, SK, ByBank, most, info, head, t,
-    c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
+    dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen, Tq, Tk, SK, ByBank, most, info, head,
+    t, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     ZERO: tl.constexpr = MASKED or not F.CAUSAL
     NEAR: tl.constexpr = MASKED and F.BAND
@@ -908,6 +974,7 @@ def _backward_q_tiles(
         k_step = tl.cast(F.BN, tl.int64) * k_t
         v_step = tl.cast(F.BN, tl.int64) * v_t
     part = _nowhere(begin)
+    C, series = _series(head, mcol - begin, F)
     for n0 in range(begin, end, F.BN):
         j = n0 + n
         ok = j < klen
@@ -916,7 +983,25 @@ def _backward_q_tiles(
         if WALK:
             K += k_step
             V += v_step
-        s = _scores(q, k, mcol - n0, info.mix, c2, t, False, MODE, F)
+        bias = 0.0
+        far = 0.0
+        if F.KNOTS > 0 and not NEAR:
+            if n0 >= part.until:
+                part = _stretch(n0, mcol - n0, info.near, info.far, t, head, ZERO, F)
+                if F.GRAD:
+                    if part.below != pieces.held:
+                        pieces = _settle(pieces, part.below, sums.row, sums.psi, sums.away, info.rho, head, t, F)
+                        zero = _zeros(F.BM, 4)
+                        sums = Sums(zero, sums.query, sums.of_query, sums.gate, sums.of_gate, sums.mix, sums.held,
+                                    zero, zero)  # fmt: skip
+        x = head.waves
+        if F.SERIES:
+            bias = _zeros(F.BM, F.BN)
+            if not NEAR:
+                x = tl.load(C + series)
+                psi = _psi_of_series(x, head, False, F)
+                bias, far = _add_profile(bias, psi, part, info, head, t, ZERO, False, F)
+        s = _scores(q, k, mcol - n0, info.mix, bias, c2, t, False, MODE, F)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         fj = n.to(tl.float32)[None, :] + tl.cast(n0 - mcol, tl.float32)
         sj = fj
@@ -924,19 +1009,10 @@ def _backward_q_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
-        if F.KNOTS > 0 and not NEAR:
-            if n0 >= part.until:
-                part = _stretch(n0, mcol - n0, info.near, info.far, t, head, ZERO, F)
-                if F.GRAD:
-                    if part.below != pieces.held:
-                        pieces = _settle(pieces, part.below, sums, info.rho, head, t, F)
-                        zero = _zeros(F.BM, 4)
-                        sums = Sums(zero, sums.query, sums.of_query, sums.gate, sums.of_gate, sums.mix, sums.held,
-                                    zero, zero)  # fmt: skip
         near = info
         if NEAR:
             near = _with_band(info, _band(info.band, head.h, mcol, n0, Tq, F))
-        s, psi, away, far = _add_bias(s, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
+        s, psi, far = _add_bias(s, far, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
         level = lse - far * c2 if F.KNOTS > 0 and not NEAR else lse
         w = tl.exp2(s * c2 - level[:, None]) if F.RAW else tl.exp2(s - level[:, None])
         if MASKED:
@@ -966,7 +1042,18 @@ def _backward_q_tiles(
                 if F.GATED:
                     gate -= _fold(ds * log, F.BM, F.BN)
                     of_gate -= _fold(w * log, F.BM, F.BN)
-            if F.KNOTS > 0:
+            if F.SERIES:
+                of_away = tl.load(C + series + _series_rows(Tk, F) * WAVES)
+                C -= F.BN * WAVES
+                of_row, of_psi, rate = _moments(ds, x, of_away, head, F)
+                row += of_row
+                by_psi += of_psi
+                rate = pieces.rate + (part.slope * info.rho) * rate
+                pieces = Pieces(pieces.held, pieces.rho, rate, pieces.slopes, pieces.offsets)
+                if part.inside > 0:
+                    pieces = _over_knots(pieces, ds, x, of_away, mcol - n0, part, info.rho, head, t, F)
+            elif F.KNOTS > 0:
+                away = _tile_away(mcol - n0, head, F)
                 x = ds
                 if ZERO:  # the distance 0, below knots that were not counted
                     x = tl.where(psi == 0.0, ds, 0.0)
@@ -976,7 +1063,7 @@ def _backward_q_tiles(
                 by_psi += _fold(x * psi, F.BM, F.BN)
                 by_away += _fold(x * away, F.BM, F.BN)
                 if part.inside > 0:
-                    pieces = _over_knots(pieces, x, psi, away, part.below, part.inside, info.rho, head, t, F)
+                    pieces = _over_knots(pieces, x, psi, away, mcol - n0, part, info.rho, head, t, F)
             if F.KIND == BANK and MODE != FAR:
                 rounded = ds.to(k.dtype)
                 if LEAN:
@@ -1013,15 +1100,15 @@ def _with_offset(pieces, at, row, F: tl.constexpr):
 
 
 @triton.jit
-def _settle(pieces, then, sums, rho, head, t, F: tl.constexpr):
+def _settle(pieces, then, row, psi, away, rho, head, t, F: tl.constexpr):
     """The sums of the piece that was held go where they belong; another is held then."""
     slope, offset = _piece(t, head, pieces.held, F)
     return Pieces(
         then,
-        pieces.rho + slope * sums.psi,
-        pieces.rate + slope * (rho * sums.away),
-        _collect(pieces.slopes, pieces.held, rho * sums.psi, F),
-        _collect(pieces.offsets, pieces.held, sums.row, F),
+        pieces.rho + slope * psi,
+        pieces.rate if F.SERIES else pieces.rate + slope * (rho * away),
+        _collect(pieces.slopes, pieces.held, rho * psi, F),
+        _collect(pieces.offsets, pieces.held, row, F),
     )
 
 
@@ -1034,26 +1121,37 @@ def _store_pieces(pieces, of_rho, ok, at, head, F: tl.constexpr):
 
 
 @triton.jit
-def _over_knots(pieces, x, psi, away, below, inside, rho, head, t, F: tl.constexpr):
-    """What lies above each knot inside a tile. A knot is fetched and its sums are joined while others are summed."""
+def _over_knots(pieces, x, psi, away, base, part, rho, head, t, F: tl.constexpr):
+    """What lies above each knot inside a tile. A knot is fetched and its sums are joined while others are summed. With
+    SERIES coefficients stand for psi and its derivative, and what lies above is known by the distance."""
     big: tl.constexpr = 1.0 * (1 << 80)  # makes 0 or 1 of any difference from 1e-24 on, with no comparison
     steep = big / rho
-    knot, jump = _knot(t, head, below, F)
+    n = tl.arange(0, F.BN)[None, :]
+    farthest = base + tl.arange(0, F.BM)[:, None]
+    over = LOG2E / rho
+    per_rate = 1.0 / tl.maximum(head.rate, 1e-30)
+    zero = rho * 0.0  # to the compiler another number: it would select among what is rounded, 16 bits at a time
+    knot, jump = _knot(t, head, part.below, F)
     row = _zeros(F.BM, 4)
     slope = _zeros(F.BM, 4)
-    for k in range(below, below + inside):
+    for k in range(part.below, part.below + part.inside):
         after, then = _knot(t, head, tl.minimum(k + 1, F.KNOTS - 1), F)
         slopes = _collect(pieces.slopes, F.KNOTS + k, slope, F)
         offsets = _collect(pieces.offsets, F.KNOTS + k, row, F)
-        above = x * tl.minimum(tl.maximum(tl.fma(psi, big, -knot * steep), 0.0), 1.0)
-        row = _fold(above, F.BM, F.BN)
-        slope = _fold(above * psi, F.BM, F.BN)
-        rate = _fold(above * away, F.BM, F.BN)
+        if F.SERIES:
+            passed = tl.minimum((tl.exp2(knot * over) - 1.0) * per_rate, 1e9).to(tl.int32)
+            above = tl.where(n < farthest - passed, x, zero)
+            row, slope, rate = _moments(above, psi, away, head, F)
+        else:
+            above = x * tl.minimum(tl.maximum(tl.fma(psi, big, -knot * steep), 0.0), 1.0)
+            row = _fold(above, F.BM, F.BN)
+            slope = _fold(above * psi, F.BM, F.BN)
+            rate = _fold(above * away, F.BM, F.BN)
         pieces = Pieces(pieces.held, pieces.rho + jump * slope, pieces.rate + jump * (rho * rate), slopes, offsets)
         slope *= rho
         knot, jump = after, then
-    slopes = _collect(pieces.slopes, F.KNOTS + below + inside, slope, F)
-    offsets = _collect(pieces.offsets, F.KNOTS + below + inside, row, F)
+    slopes = _collect(pieces.slopes, F.KNOTS + part.below + part.inside, slope, F)
+    offsets = _collect(pieces.offsets, F.KNOTS + part.below + part.inside, row, F)
     return Pieces(pieces.held, pieces.rho, pieces.rate, slopes, offsets)
 
 
@@ -1099,9 +1197,9 @@ def _add_to_bank(ByBank, base, x, mix, most, F: tl.constexpr):
 
 @triton.jit
 def _own_queries(
-    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Meta, Docs, t,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk,
-    q_off, c2, scale, reach, by_t, F: tl.constexpr,
+    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Series, Meta,
+    Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP,
+    Tq, Tk, q_off, c2, scale, reach, by_t, F: tl.constexpr,
 ):  # fmt: skip
     """All that backward_q does for one block of queries."""
     blocks = tl.cdiv(Tq, F.BM)
@@ -1118,7 +1216,7 @@ def _own_queries(
         low = _features(Low + b * o_b + h * o_h, r64, o_t, r < Tq, True, F)
         delta += tl.sum(low.to(tl.float32) * do.to(tl.float32), 1)
     row = (b * H + h) * Tq + r
-    head = _head(t, h, c2, F)
+    head = _with_series(_head(t, h, c2, F), Series, t, Tk, F)
     info = _block_of_queries(t, head, Docs, Band, b, m0, mcol, Tq, Tk, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
     if F.KNOTS > 0:
@@ -1144,21 +1242,22 @@ def _own_queries(
     if F.KIND == BANK:
         tile = _zeros(F.BM, F.BN).to(q.dtype)
     sums = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), tile, zero, zero)
-    pieces = Pieces(tl.cast(0, tl.int32), zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
+    of_rate = _zeros(F.BM, WAVES if F.SERIES else 4)
+    pieces = Pieces(tl.cast(0, tl.int32), zero, of_rate, _zeros(4, F.PP), _zeros(4, F.PP))
     K += b * k_b + (h // GROUP) * k_h
     V += b * v_b + (h // GROUP) * v_h
     SK = t.b + b * t.k_b + h * Tk
     if F.HAS_FAR and F.CAUSAL:
         dq, sums, pieces = _backward_q_tiles(
-            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, Tq, SK, ByBank, most, info,
-            head, t, c2, False, FAR, F)  # fmt: skip
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, Tq, Tk, SK, ByBank, most,
+            info, head, t, c2, False, FAR, F)  # fmt: skip
     if not (F.DOCS or F.WINDOW > 0):
         dq, sums, pieces = _backward_q_tiles(
-            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, far, full, mcol, klen, Tq, SK, ByBank, most, info,
-            head, t, c2, False, ANY, F)  # fmt: skip
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, far, full, mcol, klen, Tq, Tk, SK, ByBank, most,
+            info, head, t, c2, False, ANY, F)  # fmt: skip
     dq, sums, pieces = _backward_q_tiles(
-        dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, Tq, SK, ByBank, most, info, head, t,
-        c2, True, ANY, F)  # fmt: skip
+        dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, Tq, Tk, SK, ByBank, most, info,
+        head, t, c2, True, ANY, F)  # fmt: skip
 
     _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq * scale, F)
     # Rows of dS sum to zero. What they sum to here is the error of delta, which came from a rounded output: with it
@@ -1185,16 +1284,16 @@ def _own_queries(
             mix = mix if q.dtype == tl.float16 else mix * scale
             tl.store(at, mix.to(q.dtype), mask=r[:, None] < Tq)
         if F.KNOTS > 0:
-            pieces = _settle(pieces, 0, sums, info.rho, head, t, F)
+            pieces = _settle(pieces, 0, sums.row, sums.psi, sums.away, info.rho, head, t, F)
             _store_pieces(pieces, ByQuery + row, r < Tq, pieces_at, head, F)
 
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Table, Band, Meta, Docs, TA,
-    TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
-    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, G: tl.constexpr,
-    F: tl.constexpr,
+    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Table, Band, Series, Meta,
+    Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, G:
+    tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, WIDE], where with CANCEL the level
     is relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
@@ -1218,8 +1317,8 @@ def backward_q(
             h = (x % H).to(tl.int64)
             _own_queries(
                 b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Band,
-                Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h,
-                dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
+                Series, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t,
+                dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
     else:
         m0 = (blocks - 1 - tl.program_id(0)) * F.BM
         b = (tl.program_id(1) // H).to(tl.int64)
@@ -1233,15 +1332,15 @@ def backward_q(
                     tl.store(pieces_at, 0.0)
                     tl.store(pieces_at + F.PP, 0.0)
                 _own_queries(
-                    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends,
-                    Band, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
-                    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t,
-                    G)  # fmt: skip
+                    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at,
+                    Bends, Band, Series, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b,
+                    v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2,
+                    scale, reach, by_t, G)  # fmt: skip
                 return
         _own_queries(
-            b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Meta,
-            Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H,
-            GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
+            b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band,
+            Series, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b,
+            dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
 
 
 @triton.jit
@@ -1302,6 +1401,7 @@ def _backward_k_tiles(
         DO += tl.cast(begin, tl.int64) * do_t
         q_step = tl.cast(F.BM, tl.int64) * q_t
         do_step = tl.cast(F.BM, tl.int64) * do_t
+    C, series = _series(head, q_off + begin - n0, F)
     for m0 in range(begin, end, F.BM):
         mcol = q_off + m0
         m = tl.cast(m0, tl.int64)
@@ -1317,16 +1417,24 @@ def _backward_k_tiles(
             mix = _mix(t, b, head.h, m0, a, Tq, F)
         if F.KNOTS > 0:  # by itself: beside level and delta it would take the registers of a gate, too
             si = _vector(t.b + b * t.q_b + m, a, Tq - m0, 1.0, not F.EVEN)[None, :]
-        s = _scores(k, q, mcol - n0, mix, c2, t, True, MODE, F)
-        fi = (mcol - n0 + a).to(tl.float32)[None, :]
         band = Band
         if NEAR:
             band = _band(Band, head.h, m0, n0, Tq, F)
         info = Query(si, sref, gi, si, 0.0, 0.0, 0.0, band, 0, 0)
+        bias = 0.0
+        offset = 0.0
         if F.KNOTS > 0 and not NEAR:
             if m0 >= part.until:
                 part = _stretch_of_rows(m0, mcol - n0, Bends, Tq, t, head, ZERO, F)
-        s, psi, _, offset = _add_bias(s, mcol - n0, fi, fj, sj, info, head, t, c2, part, NEAR, ZERO, True, MODE, F)
+        if F.SERIES:
+            bias = _zeros(F.BN, F.BM)
+            if not NEAR:
+                psi = _psi_of_series(tl.load(C + series), head, True, F)
+                bias, offset = _add_profile(bias, psi, part, info, head, t, ZERO, True, F)
+                C += F.BM * WAVES
+        s = _scores(k, q, mcol - n0, mix, bias, c2, t, True, MODE, F)
+        fi = (mcol - n0 + a).to(tl.float32)[None, :]
+        s, psi, offset = _add_bias(s, offset, mcol - n0, fi, fj, sj, info, head, t, c2, part, NEAR, ZERO, True, MODE, F)
         if F.KNOTS > 0 and not NEAR:
             lse -= offset * c2
         if F.CANCEL and F.KIND == SLOPE:
@@ -1369,9 +1477,9 @@ def _backward_k_tiles(
 
 @triton.jit
 def backward_k(
-    Q, K, V, DO, Rows, DK, DV, DKey, DRate, Bends, Table, Band, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g,
-    t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h,
-    dv_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, G: tl.constexpr, F: tl.constexpr,
+    Q, K, V, DO, Rows, DK, DV, DKey, DRate, Bends, Table, Band, Series, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k,
+    t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b,
+    dv_h, dv_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, G: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key head, and sums of dS over the queries: `DKey` [B, H, Tk] for a
     potential at the keys, or for slopes and a profile without knots, of which the host takes the sum; `DRate`, the same
@@ -1419,7 +1527,7 @@ def backward_k(
     dv = _blank(F.BN, F.DP, Tq)  # not the same to the compiler: it would keep them once, and wait for each product
     for g in range(GROUP):
         h = hk * GROUP + g
-        head = _head(t, h, c2, F)
+        head = _with_series(_head(t, h, c2, F), Series, t, Tk, F)
         sj = head.slope * tl.arange(0, F.BN).to(tl.float32)[:, None]
         sref = 0.0
         if F.KIND == POTENTIAL or F.KIND == LOG:
@@ -1589,18 +1697,84 @@ def _on_pieces(d, rho, head, t, F: tl.constexpr):
 
 
 @triton.jit
+def _column(p):
+    """Of a column of a series: the degree of its polynomial; which digits of the coefficient it has, the highest, those
+    behind them or the rest; and whether it has the lower digits of the polynomial."""
+    degree = tl.where(p < 3, 0, tl.where(p < 5, 1, tl.where(p < 8, 2, p - 5)))
+    digits = tl.where((p == 1) | (p == 4) | (p == 6), 1, tl.where(p == 2, 2, 0))
+    return degree, digits, p == 7
+
+
+@triton.jit
+def _digits(x, which, like: tl.constexpr):
+    """Of x the digits that such numbers hold, what these leave, and what those leave."""
+    high = x.to(like).to(tl.float32)
+    middle = (x - high).to(like).to(tl.float32)
+    return tl.where(which == 0, high, tl.where(which == 1, middle, x - high - middle))
+
+
+@triton.jit
+def _put_series(P, d, rate, Tk, F: tl.constexpr):
+    """Rows d of a profile's series; see the text at the top."""
+    like: tl.constexpr = P.dtype.element_ty
+    p = tl.arange(0, WAVES)[None, :]
+    degree, digits, lower = _column(p)
+    at = P + d[:, None].to(tl.int64) * WAVES + p
+    if tl.program_id(0) == 0:  # the polynomials
+        place = ((2 * d - (F.BN - 1)).to(tl.float32) / F.BN)[:, None]
+        before = tl.full((F.BM, 1), 1.0, tl.float32)
+        this = place
+        wave = tl.where(degree == 0, before, place)
+        for n in tl.static_range(2, 11):
+            then = 2.0 * place * this - before
+            before = this
+            this = then
+            wave = tl.where(degree == n, this, wave)
+        tl.store(at, _digits(wave, lower.to(tl.int32), like))
+    else:
+        half: tl.constexpr = F.BN / 2
+        x = tl.maximum(d.to(tl.float32) - (F.BN - 1) / 2, 1.5 * F.BN)  # nearer tiles have no use for it
+        y = 1.0 + rate * x
+        t = half * rate / y
+        root = tl.sqrt(1.0 - t * t)
+        r = t / (1.0 + root)
+        by_rate = half / (y * y * (1.0 + root) * root)  # of r
+        psi = (_psi(x, rate, F) - _log2(1.0 + r * r, True) * LN2)[:, None]
+        away = (x / y - 2.0 * r * by_rate / (1.0 + r * r))[:, None]
+        factor = -2.0 * r
+        slope = -2.0 * by_rate
+        for n in tl.static_range(1, 11):
+            psi = tl.where(degree == n, (factor / n)[:, None], psi)
+            away = tl.where(degree == n, slope[:, None], away)
+            factor *= r
+            slope *= r
+        if like == tl.float16:
+            nearest = tl.cast(2 * F.BN, tl.float32)
+            psi /= _psi(nearest, rate, F)
+            away /= nearest / (rate * nearest + 1.0)
+        tl.store(at, _digits(psi, digits, like))
+        tl.store(at + _series_rows(Tk, F) * WAVES, _digits(away, digits, like))
+
+
+@triton.jit
 def profile_table(
-    Out, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H, GROUP, Tq, Tk, q_off, c2,
-    texts, F: tl.constexpr,
+    Out, Series, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, H, GROUP, Tq, Tk, q_off,
+    c2, texts, F: tl.constexpr,
 ):  # fmt: skip
-    """A profile's values by distance for the rho of the very first query, [H, Tk]. And `First` [texts]: how many of the
-    first queries of each have that rho."""
+    """A profile's values by distance for the rho of the very first query, [H, Tk]. `First` [texts]: how many of the
+    first queries of each have that rho. And with BAND its `Series` [1 or H, 2, rows, WAVES], by distance: coefficients
+    of psi and of its derivative by the rate, and the polynomials in place of the first BN of psi's."""
     h = tl.program_id(1).to(tl.int64)
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     d = tl.program_id(0) * F.BM + tl.arange(0, F.BM)
     rho = tl.load(TB)
-    psi, piece, slope, offset = _on_pieces(d, rho, _head(t, h, c2, F), t, F)
+    head = _head(t, h, c2, F)
+    psi, piece, slope, offset = _on_pieces(d, rho, head, t, F)
     tl.store(Out + h * Tk + d, offset + slope * (psi * rho), mask=d < Tk)
+    if F.BAND and ((h == 0) | (t.size > 0)):
+        rows = _series_rows(Tk, F)
+        if tl.program_id(0) * F.BM < rows:
+            _put_series(Series + h * t.size * (2 * WAVES) * rows, d, head.rate, Tk, F)
     if (h == 0) & (tl.program_id(0) < texts):
         r = tl.arange(0, 1024)
         alike = Tq
@@ -1693,17 +1867,16 @@ def backward_band(
     rho = tl.load(TB + tl.minimum(r, Tq - 1))
     part, psi, _ = _tile_of(rho, base, head, t, F)
     rho = rho[:, None]
-    away = _spread(_away(base, head.rate, F), False, F)
+    away = _tile_away(base, head, F)
     zero = _zeros(F.BM, 4)
     pieces = Pieces(part.below, zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
     at_zero = tl.where(psi == 0.0, x, 0.0)
     pieces = _with_offset(pieces, _at_zero(head), _fold(at_zero, F.BM, F.BN), F)
     x -= at_zero
     if part.inside > 0:
-        pieces = _over_knots(pieces, x, psi, away, part.below, part.inside, rho, head, t, F)
-    sums = Sums(_fold(x, F.BM, F.BN), zero, zero, zero, zero, zero, zero, _fold(x * psi, F.BM, F.BN),
-                _fold(x * away, F.BM, F.BN))  # fmt: skip
-    _store_pieces(_settle(pieces, 0, sums, rho, head, t, F), ByQuery, r < Tq, PieceSums, head, F)
+        pieces = _over_knots(pieces, x, psi, away, base, part, rho, head, t, F)
+    row, slope, rate = _fold(x, F.BM, F.BN), _fold(x * psi, F.BM, F.BN), _fold(x * away, F.BM, F.BN)
+    _store_pieces(_settle(pieces, 0, row, slope, rate, rho, head, t, F), ByQuery, r < Tq, PieceSums, head, F)
 
 
 @triton.jit

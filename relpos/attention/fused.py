@@ -33,7 +33,6 @@ SHARES = 1 << 28  # bytes of the shares in which a bank's gradient is summed, at
 BAND = 1 << 26  # bytes of a profile's bias near the diagonal, at most
 KNOTS = 1 << 15  # of a profile there must be fewer, as BITS in kernels.py says
 WAVES = 16  # as in kernels.py
-SERIES: tuple[str, ...] = "forward", "backward_q", "backward_k"  # that take a profile's psi from a series
 PARTS = 32  # in which the sums over the pieces of a profile are taken
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
 ALL, FIRST, REST = range(3)
@@ -178,7 +177,7 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
     **{("backward_k", kind): ((64, 64, 4, 3, 0), None) for kind in (POTENTIAL, LOG, PROFILE, DISTANCE)},
     ("forward", KNOTTED): ((64, 64, 4, 3, 168), (64, 64, 4, 2, 0)),
     ("backward_q", KNOTTED): ((64, 64, 4, 3, 168), (64, 32, 4, 2, 0)),
-    ("backward_k", KNOTTED): (None, (32, 64, 4, 2, 0)),
+    ("backward_k", KNOTTED): ((32, 64, 4, 2, 168), (32, 64, 4, 2, 0)),
     ("forward", BANK): ((64, 64, 4, 2, 168), (64, 64, 4, 2, 0)),
     ("backward_q", BANK): ((64, 64, 4, 3, 0), (64, 64, 8, 2, 0)),
     ("backward_k", BANK): ((64, 64, 4, 3, 0), (32, 64, 4, 2, 0)),
@@ -189,7 +188,7 @@ _WIDE: dict[tuple[str, int], tuple[Blocks | None, Blocks | None]] = {
 _LONG: dict[tuple[str, int], tuple[int, Blocks]] = {
     **{("backward_k", kind): (4096, (64, 64, 4, 3, 0)) for kind in (NONE, SLOPE, KNOTTED)},
     # Most shorter texts have one rho, and then few registers do.
-    ("forward", KNOTTED): (513, (64, 64, 4, 2, 128)),
+    ("forward", KNOTTED): (513, (64, 64, 4, 3, 168)),
     ("backward_q", KNOTTED): (513, (64, 64, 4, 3, 0)),
 }
 
@@ -275,7 +274,7 @@ class _Call:
         options: dict[str, int] = {"num_warps": warps, "num_stages": stages}
         if registers and torch.version.cuda:
             options["maxnreg"] = registers
-        F = self.flagged(blocks, **flags, SERIES=self.flags.get("BAND", False) and kernel in SERIES)
+        F = self.flagged(blocks, **flags)
         strides = [s for x in strided for s in x.stride()[:3]]
         with torch.cuda.device_of(self.q):  # Triton launches on the current device
             getattr(_kernels(), kernel)[grid](*outs, *self.term, *strides, *self.sizes, *scalars, F, **options)
@@ -310,7 +309,7 @@ def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offs
     blocks, rows = -(-call.Tq // n), -(-call.Tk // n) + 1
     if aligned and q.dtype != torch.float32 and meta is None and not q_offset and b.shape[0] == 1:
         if 8 * call.H * blocks * n * n <= BAND:
-            band, series = d.new_empty(call.H, blocks, 2, n, n), q.new_empty(a.numel(), 2, rows * n, WAVES)
+            band, series = d.new_empty(call.H, blocks, 2, n, n), q.new_empty(a.numel(), rows * n, WAVES)
             call.flags["BAND"] = True
     grid = max(rows, b.shape[0]), call.H
     call.launch("profile_table", grid, [table, q if series is None else series], [], [b.shape[0]])
@@ -337,7 +336,8 @@ def _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q
     call, beside = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     tables, flags = _beside(call, beside, "forward")
     grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
-    call.launch("forward", grid, [q, k, v, out, lse, low, *tables], [q, k, v, out], [call.reach, flags])
+    banded = beside is not None and beside.band is not None
+    call.launch("forward", grid, [q, k, v, out, lse, low, *tables], [q, k, v, out], [call.reach, flags], SERIES=banded)
     return out, lse, low
 
 
@@ -388,10 +388,10 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
         grid = (min(shares, grid[0] * grid[1]), 1)
         by_bank = lse.new_empty(grid[0], *shape)
-    tables, flags = _beside(call, beside, "backward_q", GRAD=grad)
+    (table, band, series), flags = _beside(call, beside, "backward_q", GRAD=grad)
     call.launch(
         "backward_q", grid,
-        [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends, *tables],
+        [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends, table, band],
         [q, k, v, out, do, dq], [scale, call.reach, by_query.stride(-2), call.B, flags], GRAD=grad,
     )  # fmt: skip
     grads: dict[int, Tensor] = {}
@@ -399,11 +399,11 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         grads[B_] = torch.empty_like(b)
         call.launch("bank_gradient", (-(-b.shape[1] * call.flags["RP"] // call.blocks("bank_gradient")[1]), 1),
                     [grads[B_], by_bank], [], [*by_bank.shape[:2], *b.shape])  # fmt: skip
-    tables, flags = _beside(call, beside, "backward_k", QM=QM)
+    flags = _beside(call, beside, "backward_k", QM=QM)[1]
     call.launch(
         "backward_k", (-(-call.Tk // of_keys[1]), call.B * k.shape[1]),
-        [q, k, v, do, rows, dk, dv, by_key, by_rate, bends, *tables], [q, k, v, do, dk, dv],
-        [scale, call.reach, flags], GRAD=grad and at_keys, QM=QM,
+        [q, k, v, do, rows, dk, dv, by_key, by_rate, bends, table, band, series], [q, k, v, do, dk, dv],
+        [scale, call.reach, flags], GRAD=grad and at_keys, QM=QM, SERIES=banded,
     )  # fmt: skip
 
     inputs = [q, k, v, do, lse, delta]

@@ -23,15 +23,17 @@ float16, whose range may be too small for that.
 A profile with knots and one rho for the FIRST queries of an entry (all, or a multiple of every block) is a table by
 distance to them: kernels take these queries as DISTANCE, with flags of their own, and the REST as PROFILE, where most
 tiles lie on one piece. The others are mostly those on the diagonal and next to it; where all texts share rho, these are
-made once for all (`profile_band`), and what their knots gather is summed over all texts first (`backward_band`). psi in
-the tiles beyond them is a matrix product. As a function of the key a row of it is smooth there, a sum of few Chebyshev
+made once for all (`profile_band`), and what their knots gather is summed over all texts first (`backward_band`). In the
+tiles beyond them psi is a matrix product: as a function of the key a row of it is smooth there, a sum of few Chebyshev
 polynomials (Mason and Handscomb, Chebyshev Polynomials, 2003; n is the key's place in the tile, y = 1 + rate * distance
-at its middle, root = sqrt(1 - (BN / 2 * rate / y)^2)):
+at its middle, t = BN / 2 * rate / y):
 
-    x = (2 n - BN + 1) / BN,   r = BN / 2 * rate / y / (1 + root) <= 0.17
+    x = (2 n - BN + 1) / BN,   r = t / (1 + sqrt(1 - t^2)) <= 0.17
     psi = ln(y / (1 + r^2)) - 2 sum_j r^j / j T_j(x)
 
-The coefficients depend on the distance alone, the polynomials on the key alone: `profile_table` makes both, once.
+The coefficients depend on the distance alone, the polynomials on the key alone: `profile_table` makes both, once. Only
+forward and backward_k do so. backward_q needs psi again for its sums; what products of dS in 16 bits and polynomials
+would give instead misses the error budget, and is no faster.
 
 Conventions
 - Scores are in units of log 2 (`exp2` is the hardware's exponential): biases are multiplied by log2(e) as they enter.
@@ -129,10 +131,9 @@ class Head(NamedTuple):
     rate: Any
     far: Any
     knots: Any
-    series: Any  # with BAND: coefficients by distance [.., WAVES], polynomials by key [BN, WAVES], and in float16 what
-    waves: Any  # psi and its derivative by the rate are to be multiplied by, as its range is small
+    series: Any  # psi's: coefficients by distance [.., WAVES], polynomials by key [BN, WAVES], and in float16 what psi
+    waves: Any  # is to be multiplied by, as its range is small
     psi_unit: Any
-    away_unit: Any
 
 
 class Query(NamedTuple):
@@ -151,8 +152,7 @@ class Query(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What backward_q sums along its rows, [BM, 4] each, for a bank [BM, RP], by a series [BM, WAVES]; and `held`, a
-    tile of a bank's dS."""
+    """What backward_q sums along its rows, [BM, 4] each, or for a bank [BM, RP]; and `held`, a tile of a bank's dS."""
 
     row: Any  # of dS
     query: Any  # for S_i, and what it expects under the softmax
@@ -176,8 +176,7 @@ class Stretch(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Where they end in a profile with knots: for rho and the rate, [BM, 4] (by a series the latter is [BM, WAVES],
-    and of all pieces so far); by piece and above each knot, [4, PP]."""
+    """Where they end in a profile with knots: for rho and the rate, [BM, 4]; by piece and above each knot, [4, PP]."""
 
     held: Any  # the piece that `Sums` are of
     rho: Any
@@ -205,7 +204,7 @@ def _head(t, h, c2, F: tl.constexpr):
             knots = tl.load(t.c + n, mask=n < F.KNOTS, other=float("inf"))
     if F.KIND == DISTANCE:
         far = tl.load(t.a + h * t.size + t.size - 1) * LOG2E
-    return Head(h, LOG2E / c2, slope, rate, far, knots, 0, 0.0, 1.0, 1.0)
+    return Head(h, LOG2E / c2, slope, rate, far, knots, 0, 0.0, 1.0)
 
 
 @triton.jit
@@ -219,14 +218,12 @@ def _with_series(head, Series, t, Tk, F: tl.constexpr):
     """Of `profile_table`. In float16 it is relative to the nearest distance: those farther are larger, and not by more
     than they are farther."""
     if F.SERIES:
-        Series += head.h * t.size * (2 * WAVES) * _series_rows(Tk, F).to(tl.int64)
-        n = tl.arange(0, F.BN)[:, None]
-        waves = tl.load(Series + n * WAVES + tl.arange(0, WAVES)[None, :])
-        units = 1.0, 1.0
+        Series += head.h * t.size * (_series_rows(Tk, F).to(tl.int64) * WAVES)
+        waves = tl.load(Series + tl.arange(0, F.BN)[:, None] * WAVES + tl.arange(0, WAVES)[None, :])
+        unit = 1.0
         if waves.dtype == tl.float16:
-            nearest = tl.cast(2 * F.BN, tl.float32)
-            units = _psi(nearest, head.rate, F), nearest / (head.rate * nearest + 1.0)
-        return Head(head.h, head.unit, head.slope, head.rate, head.far, head.knots, Series, waves, units[0], units[1])
+            unit = _psi(tl.cast(2 * F.BN, tl.float32), head.rate, F)
+        return Head(head.h, head.unit, head.slope, head.rate, head.far, head.knots, Series, waves, unit)
     else:
         return head
 
@@ -402,16 +399,6 @@ def _psi_of_series(x, head, TURNED: tl.constexpr, F: tl.constexpr):
     else:
         psi = tl.dot(x, tl.trans(head.waves), input_precision="ieee")
     return psi * head.psi_unit if x.dtype == tl.float16 else psi
-
-
-@triton.jit
-def _moments(x, of_psi, of_away, head, F: tl.constexpr):
-    """Of x [BM, BN] the sums of x and of x * psi, [BM, 4] each, and those of x * psi's derivative by the rate, [BM,
-    WAVES]: products with the polynomials, times coefficients."""
-    y = tl.dot(x.to(of_psi.dtype), head.waves, input_precision="ieee")
-    row = _fold(tl.where(tl.arange(0, WAVES)[None, :] == 0, y, 0.0), F.BM, WAVES)
-    psi = _fold(y * of_psi.to(tl.float32), F.BM, WAVES)
-    return row, psi * head.psi_unit, y * of_away.to(tl.float32) * head.away_unit
 
 
 @triton.jit
@@ -956,8 +943,8 @@ def forward(
 
 @triton.jit
 def _backward_q_tiles(
-    dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen, Tq, Tk, SK, ByBank, most, info, head,
-    t, c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
+    dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, end, mcol, klen, Tq, SK, ByBank, most, info, head, t,
+    c2, MASKED: tl.constexpr, MODE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     ZERO: tl.constexpr = MASKED or not F.CAUSAL
     NEAR: tl.constexpr = MASKED and F.BAND
@@ -974,7 +961,6 @@ def _backward_q_tiles(
         k_step = tl.cast(F.BN, tl.int64) * k_t
         v_step = tl.cast(F.BN, tl.int64) * v_t
     part = _nowhere(begin)
-    C, series = _series(head, mcol - begin, F)
     for n0 in range(begin, end, F.BN):
         j = n0 + n
         ok = j < klen
@@ -983,25 +969,7 @@ def _backward_q_tiles(
         if WALK:
             K += k_step
             V += v_step
-        bias = 0.0
-        far = 0.0
-        if F.KNOTS > 0 and not NEAR:
-            if n0 >= part.until:
-                part = _stretch(n0, mcol - n0, info.near, info.far, t, head, ZERO, F)
-                if F.GRAD:
-                    if part.below != pieces.held:
-                        pieces = _settle(pieces, part.below, sums.row, sums.psi, sums.away, info.rho, head, t, F)
-                        zero = _zeros(F.BM, 4)
-                        sums = Sums(zero, sums.query, sums.of_query, sums.gate, sums.of_gate, sums.mix, sums.held,
-                                    zero, zero)  # fmt: skip
-        x = head.waves
-        if F.SERIES:
-            bias = _zeros(F.BM, F.BN)
-            if not NEAR:
-                x = tl.load(C + series)
-                psi = _psi_of_series(x, head, False, F)
-                bias, far = _add_profile(bias, psi, part, info, head, t, ZERO, False, F)
-        s = _scores(q, k, mcol - n0, info.mix, bias, c2, t, False, MODE, F)
+        s = _scores(q, k, mcol - n0, info.mix, 0.0, c2, t, False, MODE, F)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         fj = n.to(tl.float32)[None, :] + tl.cast(n0 - mcol, tl.float32)
         sj = fj
@@ -1009,10 +977,19 @@ def _backward_q_tiles(
             sj = head.slope * n.to(tl.float32)[None, :] + head.slope * tl.cast(n0 - mcol, tl.float32)
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = _vector(SK, j, klen, 0.0, MASKED and not F.EVEN)[None, :]
+        if F.KNOTS > 0 and not NEAR:
+            if n0 >= part.until:
+                part = _stretch(n0, mcol - n0, info.near, info.far, t, head, ZERO, F)
+                if F.GRAD:
+                    if part.below != pieces.held:
+                        pieces = _settle(pieces, part.below, sums, info.rho, head, t, F)
+                        zero = _zeros(F.BM, 4)
+                        sums = Sums(zero, sums.query, sums.of_query, sums.gate, sums.of_gate, sums.mix, sums.held,
+                                    zero, zero)  # fmt: skip
         near = info
         if NEAR:
             near = _with_band(info, _band(info.band, head.h, mcol, n0, Tq, F))
-        s, psi, far = _add_bias(s, far, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
+        s, psi, far = _add_bias(s, 0.0, mcol - n0, fi, fj, sj, near, head, t, c2, part, NEAR, ZERO, False, MODE, F)
         level = lse - far * c2 if F.KNOTS > 0 and not NEAR else lse
         w = tl.exp2(s * c2 - level[:, None]) if F.RAW else tl.exp2(s - level[:, None])
         if MASKED:
@@ -1042,17 +1019,7 @@ def _backward_q_tiles(
                 if F.GATED:
                     gate -= _fold(ds * log, F.BM, F.BN)
                     of_gate -= _fold(w * log, F.BM, F.BN)
-            if F.SERIES:
-                of_away = tl.load(C + series + _series_rows(Tk, F) * WAVES)
-                C -= F.BN * WAVES
-                of_row, of_psi, rate = _moments(ds, x, of_away, head, F)
-                row += of_row
-                by_psi += of_psi
-                rate = pieces.rate + (part.slope * info.rho) * rate
-                pieces = Pieces(pieces.held, pieces.rho, rate, pieces.slopes, pieces.offsets)
-                if part.inside > 0:
-                    pieces = _over_knots(pieces, ds, x, of_away, mcol - n0, part, info.rho, head, t, F)
-            elif F.KNOTS > 0:
+            if F.KNOTS > 0:
                 away = _tile_away(mcol - n0, head, F)
                 x = ds
                 if ZERO:  # the distance 0, below knots that were not counted
@@ -1063,7 +1030,7 @@ def _backward_q_tiles(
                 by_psi += _fold(x * psi, F.BM, F.BN)
                 by_away += _fold(x * away, F.BM, F.BN)
                 if part.inside > 0:
-                    pieces = _over_knots(pieces, x, psi, away, mcol - n0, part, info.rho, head, t, F)
+                    pieces = _over_knots(pieces, x, psi, away, part.below, part.inside, info.rho, head, t, F)
             if F.KIND == BANK and MODE != FAR:
                 rounded = ds.to(k.dtype)
                 if LEAN:
@@ -1100,15 +1067,15 @@ def _with_offset(pieces, at, row, F: tl.constexpr):
 
 
 @triton.jit
-def _settle(pieces, then, row, psi, away, rho, head, t, F: tl.constexpr):
+def _settle(pieces, then, sums, rho, head, t, F: tl.constexpr):
     """The sums of the piece that was held go where they belong; another is held then."""
     slope, offset = _piece(t, head, pieces.held, F)
     return Pieces(
         then,
-        pieces.rho + slope * psi,
-        pieces.rate if F.SERIES else pieces.rate + slope * (rho * away),
-        _collect(pieces.slopes, pieces.held, rho * psi, F),
-        _collect(pieces.offsets, pieces.held, row, F),
+        pieces.rho + slope * sums.psi,
+        pieces.rate + slope * (rho * sums.away),
+        _collect(pieces.slopes, pieces.held, rho * sums.psi, F),
+        _collect(pieces.offsets, pieces.held, sums.row, F),
     )
 
 
@@ -1121,37 +1088,26 @@ def _store_pieces(pieces, of_rho, ok, at, head, F: tl.constexpr):
 
 
 @triton.jit
-def _over_knots(pieces, x, psi, away, base, part, rho, head, t, F: tl.constexpr):
-    """What lies above each knot inside a tile. A knot is fetched and its sums are joined while others are summed. With
-    SERIES coefficients stand for psi and its derivative, and what lies above is known by the distance."""
+def _over_knots(pieces, x, psi, away, below, inside, rho, head, t, F: tl.constexpr):
+    """What lies above each knot inside a tile. A knot is fetched and its sums are joined while others are summed."""
     big: tl.constexpr = 1.0 * (1 << 80)  # makes 0 or 1 of any difference from 1e-24 on, with no comparison
     steep = big / rho
-    n = tl.arange(0, F.BN)[None, :]
-    farthest = base + tl.arange(0, F.BM)[:, None]
-    over = LOG2E / rho
-    per_rate = 1.0 / tl.maximum(head.rate, 1e-30)
-    zero = rho * 0.0  # to the compiler another number: it would select among what is rounded, 16 bits at a time
-    knot, jump = _knot(t, head, part.below, F)
+    knot, jump = _knot(t, head, below, F)
     row = _zeros(F.BM, 4)
     slope = _zeros(F.BM, 4)
-    for k in range(part.below, part.below + part.inside):
+    for k in range(below, below + inside):
         after, then = _knot(t, head, tl.minimum(k + 1, F.KNOTS - 1), F)
         slopes = _collect(pieces.slopes, F.KNOTS + k, slope, F)
         offsets = _collect(pieces.offsets, F.KNOTS + k, row, F)
-        if F.SERIES:
-            passed = tl.minimum((tl.exp2(knot * over) - 1.0) * per_rate, 1e9).to(tl.int32)
-            above = tl.where(n < farthest - passed, x, zero)
-            row, slope, rate = _moments(above, psi, away, head, F)
-        else:
-            above = x * tl.minimum(tl.maximum(tl.fma(psi, big, -knot * steep), 0.0), 1.0)
-            row = _fold(above, F.BM, F.BN)
-            slope = _fold(above * psi, F.BM, F.BN)
-            rate = _fold(above * away, F.BM, F.BN)
+        above = x * tl.minimum(tl.maximum(tl.fma(psi, big, -knot * steep), 0.0), 1.0)
+        row = _fold(above, F.BM, F.BN)
+        slope = _fold(above * psi, F.BM, F.BN)
+        rate = _fold(above * away, F.BM, F.BN)
         pieces = Pieces(pieces.held, pieces.rho + jump * slope, pieces.rate + jump * (rho * rate), slopes, offsets)
         slope *= rho
         knot, jump = after, then
-    slopes = _collect(pieces.slopes, F.KNOTS + part.below + part.inside, slope, F)
-    offsets = _collect(pieces.offsets, F.KNOTS + part.below + part.inside, row, F)
+    slopes = _collect(pieces.slopes, F.KNOTS + below + inside, slope, F)
+    offsets = _collect(pieces.offsets, F.KNOTS + below + inside, row, F)
     return Pieces(pieces.held, pieces.rho, pieces.rate, slopes, offsets)
 
 
@@ -1197,9 +1153,9 @@ def _add_to_bank(ByBank, base, x, mix, most, F: tl.constexpr):
 
 @triton.jit
 def _own_queries(
-    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Series, Meta,
-    Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP,
-    Tq, Tk, q_off, c2, scale, reach, by_t, F: tl.constexpr,
+    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Meta, Docs, t,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk,
+    q_off, c2, scale, reach, by_t, F: tl.constexpr,
 ):  # fmt: skip
     """All that backward_q does for one block of queries."""
     blocks = tl.cdiv(Tq, F.BM)
@@ -1216,7 +1172,7 @@ def _own_queries(
         low = _features(Low + b * o_b + h * o_h, r64, o_t, r < Tq, True, F)
         delta += tl.sum(low.to(tl.float32) * do.to(tl.float32), 1)
     row = (b * H + h) * Tq + r
-    head = _with_series(_head(t, h, c2, F), Series, t, Tk, F)
+    head = _head(t, h, c2, F)
     info = _block_of_queries(t, head, Docs, Band, b, m0, mcol, Tq, Tk, F)
     lse = tl.load(Lse + row, mask=r < Tq, other=float("inf"))
     if F.KNOTS > 0:
@@ -1242,22 +1198,21 @@ def _own_queries(
     if F.KIND == BANK:
         tile = _zeros(F.BM, F.BN).to(q.dtype)
     sums = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), tile, zero, zero)
-    of_rate = _zeros(F.BM, WAVES if F.SERIES else 4)
-    pieces = Pieces(tl.cast(0, tl.int32), zero, of_rate, _zeros(4, F.PP), _zeros(4, F.PP))
+    pieces = Pieces(tl.cast(0, tl.int32), zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
     K += b * k_b + (h // GROUP) * k_h
     V += b * v_b + (h // GROUP) * v_h
     SK = t.b + b * t.k_b + h * Tk
     if F.HAS_FAR and F.CAUSAL:
         dq, sums, pieces = _backward_q_tiles(
-            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, Tq, Tk, SK, ByBank, most,
-            info, head, t, c2, False, FAR, F)  # fmt: skip
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, begin, far, mcol, klen, Tq, SK, ByBank, most, info,
+            head, t, c2, False, FAR, F)  # fmt: skip
     if not (F.DOCS or F.WINDOW > 0):
         dq, sums, pieces = _backward_q_tiles(
-            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, far, full, mcol, klen, Tq, Tk, SK, ByBank, most,
-            info, head, t, c2, False, ANY, F)  # fmt: skip
+            dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, far, full, mcol, klen, Tq, SK, ByBank, most, info,
+            head, t, c2, False, ANY, F)  # fmt: skip
     dq, sums, pieces = _backward_q_tiles(
-        dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, Tq, Tk, SK, ByBank, most, info,
-        head, t, c2, True, ANY, F)  # fmt: skip
+        dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, Tq, SK, ByBank, most, info, head, t,
+        c2, True, ANY, F)  # fmt: skip
 
     _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq * scale, F)
     # Rows of dS sum to zero. What they sum to here is the error of delta, which came from a rounded output: with it
@@ -1284,16 +1239,16 @@ def _own_queries(
             mix = mix if q.dtype == tl.float16 else mix * scale
             tl.store(at, mix.to(q.dtype), mask=r[:, None] < Tq)
         if F.KNOTS > 0:
-            pieces = _settle(pieces, 0, sums.row, sums.psi, sums.away, info.rho, head, t, F)
+            pieces = _settle(pieces, 0, sums, info.rho, head, t, F)
             _store_pieces(pieces, ByQuery + row, r < Tq, pieces_at, head, F)
 
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Table, Band, Series, Meta,
-    Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-    o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, G:
-    tl.constexpr, F: tl.constexpr,
+    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Table, Band, Meta, Docs, TA,
+    TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
+    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, G: tl.constexpr,
+    F: tl.constexpr,
 ):  # fmt: skip
     """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, WIDE], where with CANCEL the level
     is relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
@@ -1317,8 +1272,8 @@ def backward_q(
             h = (x % H).to(tl.int64)
             _own_queries(
                 b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Band,
-                Series, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t,
-                dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
+                Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h,
+                dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
     else:
         m0 = (blocks - 1 - tl.program_id(0)) * F.BM
         b = (tl.program_id(1) // H).to(tl.int64)
@@ -1332,15 +1287,15 @@ def backward_q(
                     tl.store(pieces_at, 0.0)
                     tl.store(pieces_at + F.PP, 0.0)
                 _own_queries(
-                    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at,
-                    Bends, Band, Series, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b,
-                    v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2,
-                    scale, reach, by_t, G)  # fmt: skip
+                    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends,
+                    Band, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
+                    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t,
+                    G)  # fmt: skip
                 return
         _own_queries(
-            b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band,
-            Series, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b,
-            dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
+            b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Meta,
+            Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H,
+            GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
 
 
 @triton.jit
@@ -1714,7 +1669,7 @@ def _digits(x, which, like: tl.constexpr):
 
 
 @triton.jit
-def _put_series(P, d, rate, Tk, F: tl.constexpr):
+def _put_series(P, d, rate, F: tl.constexpr):
     """Rows d of a profile's series; see the text at the top."""
     like: tl.constexpr = P.dtype.element_ty
     p = tl.arange(0, WAVES)[None, :]
@@ -1734,26 +1689,16 @@ def _put_series(P, d, rate, Tk, F: tl.constexpr):
     else:
         half: tl.constexpr = F.BN / 2
         x = tl.maximum(d.to(tl.float32) - (F.BN - 1) / 2, 1.5 * F.BN)  # nearer tiles have no use for it
-        y = 1.0 + rate * x
-        t = half * rate / y
-        root = tl.sqrt(1.0 - t * t)
-        r = t / (1.0 + root)
-        by_rate = half / (y * y * (1.0 + root) * root)  # of r
+        t = half * rate / (1.0 + rate * x)
+        r = t / (1.0 + tl.sqrt(1.0 - t * t))
         psi = (_psi(x, rate, F) - _log2(1.0 + r * r, True) * LN2)[:, None]
-        away = (x / y - 2.0 * r * by_rate / (1.0 + r * r))[:, None]
         factor = -2.0 * r
-        slope = -2.0 * by_rate
         for n in tl.static_range(1, 11):
             psi = tl.where(degree == n, (factor / n)[:, None], psi)
-            away = tl.where(degree == n, slope[:, None], away)
             factor *= r
-            slope *= r
         if like == tl.float16:
-            nearest = tl.cast(2 * F.BN, tl.float32)
-            psi /= _psi(nearest, rate, F)
-            away /= nearest / (rate * nearest + 1.0)
+            psi /= _psi(tl.cast(2 * F.BN, tl.float32), rate, F)
         tl.store(at, _digits(psi, digits, like))
-        tl.store(at + _series_rows(Tk, F) * WAVES, _digits(away, digits, like))
 
 
 @triton.jit
@@ -1762,8 +1707,8 @@ def profile_table(
     c2, texts, F: tl.constexpr,
 ):  # fmt: skip
     """A profile's values by distance for the rho of the very first query, [H, Tk]. `First` [texts]: how many of the
-    first queries of each have that rho. And with BAND its `Series` [1 or H, 2, rows, WAVES], by distance: coefficients
-    of psi and of its derivative by the rate, and the polynomials in place of the first BN of psi's."""
+    first queries of each have that rho. And with BAND psi's `Series` [1 or H, rows, WAVES]: coefficients by distance,
+    and in place of the first BN the polynomials by key."""
     h = tl.program_id(1).to(tl.int64)
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     d = tl.program_id(0) * F.BM + tl.arange(0, F.BM)
@@ -1774,7 +1719,7 @@ def profile_table(
     if F.BAND and ((h == 0) | (t.size > 0)):
         rows = _series_rows(Tk, F)
         if tl.program_id(0) * F.BM < rows:
-            _put_series(Series + h * t.size * (2 * WAVES) * rows, d, head.rate, Tk, F)
+            _put_series(Series + h * t.size * (rows.to(tl.int64) * WAVES), d, head.rate, F)
     if (h == 0) & (tl.program_id(0) < texts):
         r = tl.arange(0, 1024)
         alike = Tq
@@ -1874,9 +1819,10 @@ def backward_band(
     pieces = _with_offset(pieces, _at_zero(head), _fold(at_zero, F.BM, F.BN), F)
     x -= at_zero
     if part.inside > 0:
-        pieces = _over_knots(pieces, x, psi, away, base, part, rho, head, t, F)
-    row, slope, rate = _fold(x, F.BM, F.BN), _fold(x * psi, F.BM, F.BN), _fold(x * away, F.BM, F.BN)
-    _store_pieces(_settle(pieces, 0, row, slope, rate, rho, head, t, F), ByQuery, r < Tq, PieceSums, head, F)
+        pieces = _over_knots(pieces, x, psi, away, part.below, part.inside, rho, head, t, F)
+    sums = Sums(_fold(x, F.BM, F.BN), zero, zero, zero, zero, zero, zero, _fold(x * psi, F.BM, F.BN),
+                _fold(x * away, F.BM, F.BN))  # fmt: skip
+    _store_pieces(_settle(pieces, 0, sums, rho, head, t, F), ByQuery, r < Tq, PieceSums, head, F)
 
 
 @triton.jit

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import sass
 import torch
 from torch import nn
 
@@ -46,16 +48,18 @@ def compiled(monkeypatch):
     return found
 
 
-def check(found: list, names: list[str]) -> None:
+def check(found: list, names: list[str], folder: Path) -> None:
     assert [name for name, _ in found] == names
-    for name, kernel in found:
+    for name, kernel in {id(kernel): (name, kernel) for name, kernel in found}.values():
         assert kernel.asm["cubin"] and kernel.metadata.target.arch == 90
         assert kernel.metadata.shared <= SHARED, (name, kernel.metadata.shared)
+        if sass.nvdisasm().is_file():
+            assert not sass.lost(kernel.asm["cubin"], folder), name
 
 
-def terms_of(spec: str, head_dim: int, Tq: int, Tk: int = LENGTH, B: int = 1):
-    encoding = build(spec, heads=2, head_dim=head_dim)
-    hidden = torch.randn(B, Tk, 2 * head_dim) if encoding.content else None
+def terms_of(spec: str, head_dim: int, Tq: int, Tk: int = LENGTH, B: int = 1, heads: int = 2):
+    encoding = build(spec, heads=heads, head_dim=head_dim)
+    hidden = torch.randn(B, Tk, heads * head_dim) if encoding.content else None
     layout = Layout(Tq=Tq, Tk=Tk, device=torch.device("cpu"))
     return prepare(encoding, layout, hidden)[1], layout
 
@@ -64,7 +68,7 @@ SPECS = ["none", "alibi:learn=true", "t5", "kerple", "fire", "cable", "cable:for
 
 
 @pytest.mark.parametrize(("spec", "head_dim"), [*((spec, 64) for spec in SPECS), ("inkling", 128)])
-def test_attention(spec, head_dim, compiled):
+def test_attention(spec, head_dim, compiled, tmp_path):
     terms, layout = terms_of(spec, head_dim, LENGTH)
     q, k, v = (torch.zeros(1, 2, LENGTH, head_dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out = fused.attend(q, k, v, terms, layout, 0.125)
@@ -78,11 +82,20 @@ def test_attention(spec, head_dim, compiled):
         near = ["profile_table", "profile_band"]
         sums = ["backward_distance", "backward_band", "profile_parts", "profile_gradient"]
         names = [*near, "forward", *near, "backward_q", "backward_k", *sums]
-    check(compiled, names)
+    check(compiled, names, tmp_path)
+
+
+@pytest.mark.parametrize("rank", [20, 128])
+def test_banks_of_many_profiles(rank, compiled, tmp_path):
+    """With 20 profiles and 64 queries a tile, ptxas took predicates for an address."""
+    terms, layout = terms_of(f"inkling:rank={rank},length=40", 8, 333, 333, 2, heads=4)
+    q, k, v = (torch.zeros(2, heads, 333, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    fused.attend(q, k, v, terms, layout, 0.125).sum().backward()
+    check(compiled, ["forward", "backward_q", "bank_gradient", "backward_k"], tmp_path)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_decoding(spec, compiled):
+def test_decoding(spec, compiled, tmp_path):
     """Several stretches, and with a mask and a window; one stretch, and positions of one's own."""
     q = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)
     k = torch.zeros(1, 2, LENGTH, 64, dtype=torch.bfloat16)
@@ -97,7 +110,7 @@ def test_decoding(spec, compiled):
             fused.attend(q.expand(many, -1, -1, -1), *2 * [k[:, :1].expand(many, -1, -1, -1)], terms, layout, 0.125)
             fused.attend(q, k, k, terms, replace(layout, positions=torch.arange(LENGTH)[None]), 0.125)
             names += ["partial", "partial", "combine"]
-    check(compiled, names)
+    check(compiled, names, tmp_path)
 
 
 @pytest.mark.parametrize("spec", ["t5", "cable", "fox"])
@@ -111,7 +124,7 @@ def test_generating_compiles_once(spec, compiled):
     assert len(compiled) == 18 and len({id(kernel) for _, kernel in compiled}) == 2
 
 
-def test_the_rest_of_a_model(compiled):
+def test_the_rest_of_a_model(compiled, tmp_path):
     x = torch.zeros(256, 768, dtype=torch.bfloat16)
     layer = nn.LayerNorm(768)
     total, out, mean, rstd = norm._add_norm(x.float(), x, layer.weight, layer.bias, 1e-5, torch.bfloat16, None)
@@ -121,4 +134,4 @@ def test_the_rest_of_a_model(compiled):
     gelu._backward(x, x, bias)
     softmax._rows(torch.zeros(4, 50304, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), -100, True)
     rotary._turn(torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), *torch.zeros(2, 1, 64, 32), False, False)
-    check(compiled, ["norm_forward", "norm_backward", "gelu_forward", "gelu_backward", "row", "turn"])
+    check(compiled, ["norm_forward", "norm_backward", "gelu_forward", "gelu_backward", "row", "turn"], tmp_path)

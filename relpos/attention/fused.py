@@ -257,6 +257,9 @@ class _Call:
         rank = self.flags.get("RP", 0)  # the larger, the more shared memory a tile takes
         if rank > 64:
             blocks = (*blocks[:3], min(blocks[3], 2), blocks[4])
+        if rank > 16 and kernel == "backward_k":
+            # With 64 queries ptxas 12.8 reads an address from a register that it keeps predicates in.
+            blocks = (min(blocks[0], 32), *blocks[1:])
         if rank > 16 and _shared_memory(self.q.device) < 1 << 17:
             wide = self.flags["EXACT"] and rank > 64 and self.D > 64
             blocks = (16, 16, 4, 1, 0) if wide else (*blocks[:3], 1, blocks[4])

@@ -55,7 +55,7 @@ def instruction(text: str) -> Instruction:
                 count = int(re.search(r"64x(\d+)x", op)[1]) // 2  # type: ignore[index]
             elif op.startswith("LDSM"):
                 count = int(op[-1]) if op[-1].isdigit() else 1
-            elif ".128" in op:
+            elif ".128" in op or op.startswith("HMMA"):
                 count = 4
             elif ".64" in op or ".WIDE" in op or op == "CS2R":
                 count = 2

@@ -214,15 +214,21 @@ def _series_rows(Tk, F: tl.constexpr):
 
 
 @triton.jit
-def _with_series(head, Series, t, Tk, F: tl.constexpr):
-    """Of `profile_table`. In float16 it is relative to the nearest distance: those farther are larger, and not by more
+def _series_unit(rate, F: tl.constexpr):
+    """What a series in float16 is relative to: psi of the nearest distance. Those farther are larger, and not by more
     than they are farther."""
+    return tl.maximum(_psi(tl.cast(2 * F.BN, tl.float32), rate, F), 1e-30)
+
+
+@triton.jit
+def _with_series(head, Series, t, Tk, F: tl.constexpr):
+    """Of `profile_table`."""
     if F.SERIES:
         Series += head.h * t.size * (_series_rows(Tk, F).to(tl.int64) * WAVES)
         waves = tl.load(Series + tl.arange(0, F.BN)[:, None] * WAVES + tl.arange(0, WAVES)[None, :])
         unit = 1.0
         if waves.dtype == tl.float16:
-            unit = _psi(tl.cast(2 * F.BN, tl.float32), head.rate, F)
+            unit = _series_unit(head.rate, F)
         return Head(head.h, head.unit, head.slope, head.rate, head.far, head.knots, Series, waves, unit)
     else:
         return head
@@ -438,7 +444,9 @@ def _bank(base, t, N: tl.constexpr, F: tl.constexpr):
 @triton.jit
 def _distance_of(u, rate):
     """The distance at which psi is u, as far as it matters."""
-    d = (tl.exp2(tl.minimum(u * LOG2E, 126.0)) - 1.0) / tl.maximum(rate, 1e-30)
+    more = tl.exp2(tl.minimum(u * LOG2E, 126.0)) - 1.0  # of a small u no digits would be left
+    more = tl.where(tl.abs(u) < 0.06, u * (1.0 + u * (0.5 + u * (1 / 6 + u * (1 / 24)))), more)
+    d = more / tl.maximum(rate, 1e-30)
     return tl.minimum(tl.maximum(d, -1.0), 1e9)
 
 
@@ -920,8 +928,8 @@ def _own_output(
 @triton.jit
 def forward(
     Q, K, V, O, Lse, Low, Table, Band, Series, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size,
-    t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach, G:
-    tl.constexpr, F: tl.constexpr,
+    t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, H, GROUP, Tq, Tk, q_off, c2, reach,
+    G: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """The output; the log-sum-exp; and if SURE what rounding took from the output, laid out as it is. `Table` and the
     flags G are those of FIRST queries."""
@@ -1697,7 +1705,7 @@ def _put_series(P, d, rate, F: tl.constexpr):
             psi = tl.where(degree == n, (factor / n)[:, None], psi)
             factor *= r
         if like == tl.float16:
-            psi /= _psi(tl.cast(2 * F.BN, tl.float32), rate, F)
+            psi /= _series_unit(rate, F)
         tl.store(at, _digits(psi, digits, like))
 
 

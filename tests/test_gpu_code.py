@@ -55,6 +55,7 @@ def check(found: list, names: list[str], folder: Path) -> None:
         assert kernel.metadata.shared <= SHARED, (name, kernel.metadata.shared)
         if sass.nvdisasm().is_file():
             assert not sass.lost(kernel.asm["cubin"], folder), name
+            assert not sass.strayed(kernel.asm["cubin"], folder), name
 
 
 def terms_of(spec: str, head_dim: int, Tq: int, Tk: int = LENGTH, B: int = 1, heads: int = 2):
@@ -92,6 +93,26 @@ def test_banks_of_many_profiles(rank, compiled, tmp_path):
     q, k, v = (torch.zeros(2, heads, 333, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
     fused.attend(q, k, v, terms, layout, 0.125).sum().backward()
     check(compiled, ["forward", "backward_q", "bank_gradient", "backward_k"], tmp_path)
+
+
+def test_banks_of_heads_of_8(compiled, tmp_path):
+    """With tiles of 64 ptxas put strides where operands should lie."""
+    terms, layout = terms_of("inkling:rank=3,length=50", 8, 150, 150)
+    q, k, v = (torch.zeros(1, heads, 150, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (2, 1, 1))
+    fused.attend(q, k, v, terms, layout, 0.125).sum().backward()
+    check(compiled, ["forward", "backward_q", "bank_gradient", "backward_k"], tmp_path)
+
+
+def test_products_that_stray_are_found(compiled, monkeypatch, tmp_path):
+    """In what ptxas 12.8 made of such tiles. If a later one does better, the rule in `_Call.blocks` may go."""
+    monkeypatch.setattr(fused._Call, "blocks", lambda *_: (64, 64, 4, 1, 0))
+    terms, layout = terms_of("inkling:rank=3,length=50", 8, 150, 150)
+    q, k, v = (torch.zeros(1, heads, 150, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (2, 1, 1))
+    fused.attend(q, k, v, terms, layout, 0.125).sum().backward()
+    if not sass.nvdisasm().is_file():
+        pytest.skip("there is no nvdisasm here")
+    found = {name: sass.strayed(kernel.asm["cubin"], tmp_path) for name, kernel in compiled}
+    assert len(found["backward_k"]) == 3 and not found["forward"]
 
 
 @pytest.mark.parametrize("spec", SPECS)

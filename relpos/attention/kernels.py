@@ -3,8 +3,7 @@
 Three kernels walk the tiles of the score matrix: `forward` and `backward_q` own a block of queries and walk the keys,
 `backward_k` owns a block of keys and walks the queries. What the batch shares and runs along neither queries nor keys
 has owners of its own: of a table by distance `backward_distance` sums one block diagonal per program; of a bank of them
-each program of `backward_q` sums a share. Nothing is summed with atomics: whoever owns a sum writes it, so results
-repeat bit by bit.
+each program of `backward_q` sums a share. A sum has one owner, and nobody else adds to it: results repeat bit by bit.
 
 What the term operands `a` .. `e` hold, by KIND (shapes as in relpos/terms.py):
 
@@ -152,7 +151,8 @@ class Query(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What backward_q sums along its rows, [BM, 4] each, or for a bank [BM, RP]; and `held`, a tile of a bank's dS."""
+    """What backward_q sums along its rows, [BM, 4] each, or for a bank [BM, RP]; and `held`, of a bank the dS of a tile,
+    in `_pairs`."""
 
     row: Any  # of dS
     query: Any  # for S_i, and what it expects under the softmax
@@ -959,9 +959,9 @@ def _backward_q_tiles(
     n = tl.arange(0, F.BN)
     a = tl.arange(0, F.BM)[:, None]
     fi = tl.arange(0, F.BM).to(tl.float32)[:, None]
-    # A bank without FAR tiles leaves registers for dq's product to run beside what comes next, if the sums of rows,
-    # which a bank can do without, are left out.
-    LEAN: tl.constexpr = F.KIND == BANK and F.GRAD and not F.HAS_FAR
+    # Of a bank the sums of rows, which it can do without, are left out: the registers are for dq's product, which runs
+    # beside what comes next.
+    SUMMED: tl.constexpr = F.KIND == BANK and F.GRAD and MODE != FAR
     WALK: tl.constexpr = F.KIND == NONE or F.KNOTS > 0  # others have no registers left for it
     if WALK:
         K += tl.cast(begin, tl.int64) * k_t
@@ -1006,7 +1006,7 @@ def _backward_q_tiles(
         ds = w * (dp - delta[:, None])
         if F.GRAD and not NEAR:  # `backward_band` sums what is near
             row, query, of_query, gate, of_gate, mix, held, by_psi, by_away = sums
-            if not F.SURE and not LEAN:
+            if not F.SURE and F.KIND != BANK:
                 row += _fold(ds, F.BM, F.BN)
             if F.KIND == POTENTIAL:
                 gap = (info.ref - sj) if F.CANCEL else (info.s - sj)
@@ -1039,19 +1039,20 @@ def _backward_q_tiles(
                 by_away += _fold(x * away, F.BM, F.BN)
                 if part.inside > 0:
                     pieces = _over_knots(pieces, x, psi, away, part.below, part.inside, info.rho, head, t, F)
-            if F.KIND == BANK and MODE != FAR:
+            if SUMMED:
                 rounded = ds.to(k.dtype)
-                if LEAN:
+                if not F.HAS_FAR:
                     dq = tl.dot(rounded, k, dq, input_precision="ieee")
-                x = _from_base(held, rounded, F)
-                held = rounded
+                x = _from_base(_singles(held, rounded.dtype, F), rounded, F)
+                held = _pairs(rounded, F)
+                if F.HAS_FAR:  # here fewer registers are left
+                    dq = tl.dot(rounded, k, dq, input_precision="ieee")
                 # Adds nothing, but lays x out as the next product needs it: else it would go through memory once more.
-                columns = _bank(mcol - n0, t, F.BN, F)
-                x = tl.dot(tl.zeros_like(info.mix), columns, x.to(tl.float32), input_precision="ieee").to(k.dtype)
-                mix = tl.dot(x, tl.trans(columns), mix, input_precision="ieee")
+                x += rounded * 0.0
+                mix = tl.dot(x, tl.trans(_bank(mcol - n0, t, F.BN, F)), mix, input_precision="ieee")
                 _add_to_bank(ByBank, mcol - n0, x, info.mix, most, F)
             sums = Sums(row, query, of_query, gate, of_gate, mix, held, by_psi, by_away)
-        if not LEAN:
+        if not SUMMED:
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq, sums, pieces
 
@@ -1134,6 +1135,26 @@ def _slide(x, F: tl.constexpr):
 
 
 @triton.jit
+def _pairs(x, F: tl.constexpr):
+    """A tile of 16 bits as one of 32, half as wide: a loop would carry each entry in a register of its own."""
+    if F.EXACT:
+        return x
+    else:
+        low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), (F.BM, F.BN // 2, 2)))
+        return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+
+
+@triton.jit
+def _singles(x, like: tl.constexpr, F: tl.constexpr):
+    """The inverse."""
+    if F.EXACT:
+        return x
+    else:
+        both = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
+        return tl.reshape(both, (F.BM, F.BN)).to(like, bitcast=True)
+
+
+@triton.jit
 def _from_base(before, x, F: tl.constexpr):
     """Entries by query and distance, [BM, BN], the latter from a tile's `base` on: of the tile x itself, and of the one
     before it, which has the larger distances."""
@@ -1145,18 +1166,17 @@ def _from_base(before, x, F: tl.constexpr):
 @triton.jit
 def _add_to_bank(ByBank, base, x, mix, most, F: tl.constexpr):
     """Adds dS by query and by distance from `base` on, times the queries' rows, to what a program has of a bank's
-    gradient, of `most` distances. It is kept in such an order that each thread reads and writes what it holds of the
-    product: pairs of columns of each group of eight, and eight rows of each sixteen."""
+    gradient, of `most` distances. It is kept in such an order that a thread adds four neighbours at once of what it
+    holds of the product: pairs of columns of each group of eight, and eight rows of each sixteen. The memory adds,
+    which nobody waits for; each entry belongs to one thread, so it is added to in the order of the tiles."""
     y = tl.arange(0, F.BN)
     half: tl.constexpr = F.BN // 2
     d = (base + y % half // 8 * 16 + y // half * 8 + y % 8)[None, :, None]
     n = tl.arange(0, 4)[:, None, None] * (F.RP // 4) + tl.arange(0, F.RP // 4)[None, None, :]
-    at = ByBank + d * F.RP + n
-    ok = (d >= 0) & (d < most)
-    old = tl.load(at, mask=ok, other=0.0, volatile=True)  # never ahead of what was written last
     x = tl.dot(tl.trans(x), mix, input_precision="ieee")
     x = tl.permute(tl.reshape(x, (F.BN // 16, 2, 8, F.RP // 8, 4, 2)), (4, 1, 0, 2, 3, 5))
-    tl.store(at, old + tl.reshape(x, (4, F.BN, F.RP // 4)), mask=ok)
+    x = tl.reshape(x, (4, F.BN, F.RP // 4))
+    tl.atomic_add(ByBank + d * F.RP + n, x, mask=(d >= 0) & (d < most), sem="relaxed", scope="cta")
 
 
 @triton.jit
@@ -1204,7 +1224,7 @@ def _own_queries(
     zero = _zeros(F.BM, 4)
     tile = 0.0
     if F.KIND == BANK:
-        tile = _zeros(F.BM, F.BN).to(q.dtype)
+        tile = _pairs(_zeros(F.BM, F.BN).to(q.dtype), F)
     sums = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), tile, zero, zero)
     pieces = Pieces(tl.cast(0, tl.int32), zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
     K += b * k_b + (h // GROUP) * k_h
@@ -1240,7 +1260,8 @@ def _own_queries(
             mix = sums.mix
             below = mcol - tl.cdiv(end, F.BN) * F.BN
             if below + F.BN > 0:  # distances below the last tile's base, which no other followed to add
-                x = _from_base(sums.held, tl.zeros_like(sums.held), F)
+                held = _singles(sums.held, q.dtype, F)
+                x = _from_base(held, tl.zeros_like(held), F)
                 mix = tl.dot(x, tl.trans(_bank(below, t, F.BN, F)), mix, input_precision="ieee")
                 _add_to_bank(ByBank, below, x, info.mix, most, F)
             at = ByQuery + (b * Tq + r)[:, None] * by_t + h * F.RP + tl.arange(0, F.RP)[None, :]
@@ -1274,14 +1295,19 @@ def backward_q(
             at = (d + tl.arange(0, F.BN))[:, None]
             tl.store(ByBank + at * F.RP + tl.arange(0, F.RP)[None, :], 0.0, mask=at < most)
         tl.debug_barrier()  # others of its threads add to these
-        for x in range(tl.program_id(0), blocks * B * H, tl.num_programs(0)):
-            m0 = (blocks - 1 - x // (B * H)) * F.BM
-            b = (x // H % B).to(tl.int64)
-            h = (x % H).to(tl.int64)
-            _own_queries(
-                b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Band,
-                Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h,
-                dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
+        programs = tl.num_programs(0)
+        for start in range(0, blocks * B * H, programs):
+            # There and back along the blocks, which grow shorter: each program has as much to do as any other.
+            back = programs - 1 - tl.program_id(0)
+            x = start + tl.where(start // programs % 2 == 0, tl.program_id(0), back)
+            if x < blocks * B * H:
+                m0 = (blocks - 1 - x // (B * H)) * F.BM
+                b = (x // H % B).to(tl.int64)
+                h = (x % H).to(tl.int64)
+                _own_queries(
+                    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends,
+                    Band, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t,
+                    dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
     else:
         m0 = (blocks - 1 - tl.program_id(0)) * F.BM
         b = (tl.program_id(1) // H).to(tl.int64)

@@ -355,11 +355,13 @@ def _results(q, sure) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset,
-              scale, sure, wants, into=None):  # fmt: skip
+              scale, sure, wants, into=None, summed=False):  # fmt: skip
+    """Gradients of q, k, v and a .. e. With `into` they are written there, also those of a bank's rows; with `summed`
+    the sums of dQ and of dO over all tokens, [2, H, D], come last."""
     dq, dk, dv, d_rows = into or (like(q), like(k), like(v), None)
     if not q.numel():
         given = [torch.zeros_like(x) if wants >> n & 1 else lse.new_empty(0) for n, x in enumerate((a, b, c, d, e))]
-        return (dq, dk.zero_(), dv.zero_(), *given)
+        return (dq, dk.zero_(), dv.zero_(), *given, *[lse.new_zeros(2, *q.shape[1::2])] * summed)
     call, beside = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     kind = call.kind
     if do.stride(-1) != 1:
@@ -395,11 +397,12 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
         grid = (min(shares, grid[0] * grid[1]), 1)
         by_bank = lse.new_empty(grid[0], *shape)
-    (table, band, series), flags = _beside(call, beside, "backward_q", GRAD=grad)
+    parts = lse.new_empty(2, call.B * blocks, call.H, call.D) if summed else delta
+    (table, band, series), flags = _beside(call, beside, "backward_q", GRAD=grad, BIAS=summed)
     call.launch(
         "backward_q", grid,
-        [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, bends, table, band],
-        [q, k, v, out, do, dq], [scale, call.reach, by_query.stride(-2), call.B, flags], GRAD=grad,
+        [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, parts, bends, table, band],
+        [q, k, v, out, do, dq], [scale, call.reach, by_query.stride(-2), call.B, flags], GRAD=grad, BIAS=summed,
     )  # fmt: skip
     grads: dict[int, Tensor] = {}
     if kind == BANK and wants & B_:  # while the shares are in the cache
@@ -457,7 +460,8 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     elif kind == BANK:
         grads[A] = by_query
     # An operator's results may not be one tensor twice, nor one of its inputs.
-    return (dq, dk, dv, *[grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E)])
+    given = [grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E)]
+    return (dq, dk, dv, *given, *[parts.sum(1)] * summed)
 
 
 def _shares(call: _Call) -> int:
@@ -570,9 +574,10 @@ def _(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset
 @torch.library.custom_op("relpos::attend_backward", mutates_args=())
 def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, low: _T, a: _O, b: _O, c: _O, d: _O, e: _O,
                      meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
-                     scale: float, sure: bool, heads: int, size: int,
-                     wants: int) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
-    """Gradients of q (or of what holds all), k, v and a .. e; empty where they are not wanted."""
+                     scale: float, sure: bool, heads: int, size: int, wants: int,
+                     summed: bool) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
+    """Gradients of q (or of what holds all), k, v and a .. e; empty where they are not wanted. And where they are, sums
+    for the gradient of a bias."""
     rank, whole, into = _rank(kind, c), None, None
     if k is None:
         whole = torch.empty_like(q)
@@ -580,19 +585,21 @@ def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, low: _T, a: 
         into = dq, dk, dv, d_rows if a is None else None
     q, k, v, a = _views(q, k, v, a, rank, heads, size)
     grads = _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset,
-                      scale, sure, wants, into)  # fmt: skip
+                      scale, sure, wants, into, summed)  # fmt: skip
+    grads = grads if summed else (*grads, lse.new_empty(0))
     return grads if whole is None else (whole, lse.new_empty(0), lse.new_empty(0), *grads[3:])
 
 
 @_attend_backward.register_fake
 def _(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale,
-      sure, heads, size, wants):  # fmt: skip
+      sure, heads, size, wants, summed):  # fmt: skip
     terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e))]
     if kind == BANK and wants & A:
         terms[0] = like(a)
+    sums = lse.new_empty((2, *do.shape[1::2]) if summed else 0)
     if k is None:
-        return (torch.empty_like(q), lse.new_empty(0), lse.new_empty(0), *terms)
-    return (like(q), like(k), like(v), *terms)
+        return (torch.empty_like(q), lse.new_empty(0), lse.new_empty(0), *terms, sums)
+    return (like(q), like(k), like(v), *terms, sums)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -606,25 +613,31 @@ def _save_operator(ctx, inputs, output) -> None:
     ctx.bias = None if bias is None else (bias.shape[0], bias.dtype)
 
 
-def _gradients(ctx, do, _lse, _low, backward=_attend_backward):
+def _gradients(ctx, backward):
+    """Of the inputs in order: those behind the operands have none. And what else `backward` finds."""
     needs = ctx.needs_input_grad
-    wants = sum(1 << bit for bit in range(5) if needs[3 + bit])
-    dq, *grads = backward(do, *ctx.saved_tensors, *ctx.scalars, wants)
-    grads = [x if needs[1 + n] else None for n, x in enumerate(grads)]
-    of_bias = _of_bias(dq, do, *ctx.bias) if needs[-1] else None  # an eager call has none
-    return (dq, *grads, *[None] * (len(needs) - 9), of_bias)
+    found = backward(sum(1 << bit for bit in range(5) if needs[3 + bit]))
+    grads = [x if needs[n] else None for n, x in enumerate(found[:8])]
+    return (*grads, *[None] * (len(needs) - 8)), found[8:]
 
 
-def _of_bias(packed: Tensor, do: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """The gradient of `Packed.bias`: here, where it is compiled too. Only that of q is a sum of gradients at hand. That
-    of k is zero, as the rows of dS sum to zero; that of v is what dO is in sum, as weights sum to one."""
-    _, H, _, D = do.shape
-    of_q = packed[..., : H * D].sum((0, 1), dtype=torch.float32)
-    of_v = do.sum((0, 2), dtype=torch.float32).unflatten(0, ((size // D - H) // 2, -1)).sum(1).flatten()
-    return torch.cat([of_q, torch.zeros_like(of_v), of_v]).to(dtype)
+def _of_operator(ctx, do, _lse, _low):
+    bias = ctx.needs_input_grad[-1]
+    grads, [sums] = _gradients(
+        ctx, lambda wants: _attend_backward(do, *ctx.saved_tensors, *ctx.scalars, wants, bias)
+    )
+    return (*grads[:-1], _of_bias(sums, *ctx.bias) if bias else None)
 
 
-_attend.register_autograd(_gradients, setup_context=_save_operator)
+def _of_bias(sums: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of `Packed.bias`, from the sums of dQ and dO. That of k is zero, as the rows of dS sum to zero; that
+    of v is what dO is in sum, as weights sum to one."""
+    H, D = sums.shape[1:]
+    of_v = sums[1].unflatten(0, ((size // D - H) // 2, -1)).sum(1).flatten()
+    return torch.cat([sums[0].flatten(), torch.zeros_like(of_v), of_v]).to(dtype)
+
+
+_attend.register_autograd(_of_operator, setup_context=_save_operator)
 
 
 class _Eager(torch.autograd.Function):
@@ -641,7 +654,9 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, _lse, _low):
         once("fused attention", "impl='reference' has one")
-        return (None,) * 17 if do is None else _gradients(ctx, do, None, None, _backward)
+        if do is None:
+            return (None,) * 17
+        return _gradients(ctx, lambda wants: _backward(do, *ctx.saved_tensors, *ctx.scalars, wants))[0]
 
 
 def _flat(x: Tensor) -> Tensor:

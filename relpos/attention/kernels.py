@@ -3,7 +3,7 @@
 Three kernels walk the tiles of the score matrix: `forward` and `backward_q` own a block of queries and walk the keys,
 `backward_k` owns a block of keys and walks the queries. What the batch shares and runs along neither queries nor keys
 has owners of its own: of a table by distance `backward_distance` sums one block diagonal per program; of a bank of them
-each program of `backward_q` sums a share. A sum has one owner, and nobody else adds to it: results repeat bit by bit.
+each program of `backward_q` sums a share. Nobody adds to another's sum, so results repeat bit by bit.
 
 What the term operands `a` .. `e` hold, by KIND (shapes as in relpos/terms.py):
 
@@ -104,6 +104,7 @@ class Flags(NamedTuple):
     ROWS: int = 0  # ALL, FIRST or REST
     BAND: bool = False  # tiles on and next to the diagonal have their bias from `profile_band`
     SERIES: bool = False  # and the others psi from a series
+    BIAS: bool = False  # sums of dQ and dO over the tokens are wanted
 
 
 class Term(NamedTuple):
@@ -151,8 +152,8 @@ class Query(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What backward_q sums along its rows, [BM, 4] each, or for a bank [BM, RP]; and `held`, of a bank the dS of a tile,
-    in `_pairs`."""
+    """What backward_q sums along its rows, [BM, 4] each, or for a bank [BM, RP]; and `held`, of a bank: dS of a tile in
+    `_pairs`."""
 
     row: Any  # of dS
     query: Any  # for S_i, and what it expects under the softmax
@@ -1181,9 +1182,9 @@ def _add_to_bank(ByBank, base, x, mix, most, F: tl.constexpr):
 
 @triton.jit
 def _own_queries(
-    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Meta, Docs, t,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk,
-    q_off, c2, scale, reach, by_t, F: tl.constexpr,
+    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Parts, Bends, Band, Meta,
+    Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP,
+    Tq, Tk, q_off, c2, scale, reach, by_t, B, F: tl.constexpr,
 ):  # fmt: skip
     """All that backward_q does for one block of queries."""
     blocks = tl.cdiv(Tq, F.BM)
@@ -1219,6 +1220,11 @@ def _own_queries(
     if F.WIDE > 2 and (F.KIND == LOG or F.KIND == POTENTIAL or (F.KIND == PROFILE and F.KNOTS == 0 and not F.ONE)):
         tl.store((Rows + row * F.WIDE + 3)[:, None], info.rho if F.KIND == PROFILE else info.s, mask=r[:, None] < Tq)
 
+    e = tl.arange(0, F.DP)
+    Parts += ((b * blocks + m0 // F.BM) * H + h) * F.D + e
+    if F.BIAS:  # rows beyond the last are zero, and so is their dQ
+        tl.store(Parts + (B * blocks).to(tl.int64) * (H * F.D), tl.sum(do.to(tl.float32), 0), mask=e < F.D)
+
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     dq = _blank(F.BM, F.DP, Tk + m0 if F.KIND == BANK and not F.HAS_FAR else Tk)
     zero = _zeros(F.BM, 4)
@@ -1243,6 +1249,8 @@ def _own_queries(
         c2, True, ANY, F)  # fmt: skip
 
     _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq * scale, F)
+    if F.BIAS:
+        tl.store(Parts, tl.sum(dq, 0) * scale, mask=e < F.D)
     # Rows of dS sum to zero. What they sum to here is the error of delta, which came from a rounded output: with it
     # delta is put right for the other kernels, and the sums above for that error times the expectation of their factor.
     # Not those of a bank: there plain code's rounding weighs as much.
@@ -1274,8 +1282,8 @@ def _own_queries(
 
 @triton.jit
 def backward_q(
-    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends, Table, Band, Meta, Docs, TA,
-    TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
+    Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Parts, Bends, Table, Band, Meta,
+    Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
     o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, G: tl.constexpr,
     F: tl.constexpr,
 ):  # fmt: skip
@@ -1284,8 +1292,9 @@ def backward_q(
     potentials and of rho, or [B, Tq, H, RP] of a bank's rows, by_t from token to token; ByGate [B, H, Tq].
     Of a profile with knots: `PieceSums` [B, H, blocks, 2, PP], sums of dS * u and of dS over the tiles that begin on
     each piece, then over what lies above each knot, and at the very end of the first the gradient of the rate; and for
-    backward_k `Bends` [B, 1 or H, blocks, 2, KP]: near and far. Of a bank: `ByBank` [programs,
-    distances, RP], each program's share, for which it takes many blocks, long rows and short ones."""
+    backward_k `Bends` [B, 1 or H, blocks, 2, KP]: near and far. Of a bank: `ByBank` [programs, distances, RP], each
+    program's share, for which it takes many blocks, long rows and short ones. With BIAS, `Parts` [2, B, blocks, H, D]:
+    dQ and dO summed over the queries of a block."""
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     blocks = tl.cdiv(Tq, F.BM)
     if F.KIND == BANK and F.GRAD:
@@ -1305,9 +1314,9 @@ def backward_q(
                 b = (x // H % B).to(tl.int64)
                 h = (x % H).to(tl.int64)
                 _own_queries(
-                    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Bends,
-                    Band, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t,
-                    dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
+                    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Parts,
+                    Bends, Band, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h,
+                    do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, F)  # fmt: skip
     else:
         m0 = (blocks - 1 - tl.program_id(0)) * F.BM
         b = (tl.program_id(1) // H).to(tl.int64)
@@ -1321,15 +1330,15 @@ def backward_q(
                     tl.store(pieces_at, 0.0)
                     tl.store(pieces_at + F.PP, 0.0)
                 _own_queries(
-                    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends,
-                    Band, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
-                    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t,
+                    b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Parts,
+                    Bends, Band, Meta, Docs, _as_table(t, Table, Tk), q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b,
+                    o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B,
                     G)  # fmt: skip
                 return
         _own_queries(
-            b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Bends, Band, Meta,
-            Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H,
-            GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, F)  # fmt: skip
+            b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Parts, Bends, Band,
+            Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h,
+            dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, F)  # fmt: skip
 
 
 @triton.jit

@@ -361,7 +361,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
     dq, dk, dv, d_rows = into or (like(q), like(k), like(v), None)
     if not q.numel():
         given = [torch.zeros_like(x) if wants >> n & 1 else lse.new_empty(0) for n, x in enumerate((a, b, c, d, e))]
-        return (dq, dk.zero_(), dv.zero_(), *given, *[lse.new_zeros(2, *q.shape[1::2])] * summed)
+        return (dq, dk.zero_(), dv.zero_(), *given, *([lse.new_zeros(2, *q.shape[1::2])] if summed else []))
     call, beside = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     kind = call.kind
     if do.stride(-1) != 1:
@@ -395,7 +395,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         by_query = like(a) if d_rows is None else d_rows
         shape = min(call.reach, call.Tk), call.flags["RP"]  # of the bank's gradient, of which each program sums a share
         shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
-        grid = (min(shares, grid[0] * grid[1]), 1)
+        grid = (min(shares, -(-blocks // 2) * grid[1]), 1)  # a program takes two blocks at a time
         by_bank = lse.new_empty(grid[0], *shape)
     parts = lse.new_empty(2, call.B * blocks, call.H, call.D) if summed else delta
     (table, band, series), flags = _beside(call, beside, "backward_q", GRAD=grad, BIAS=summed)
@@ -461,7 +461,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         grads[A] = by_query
     # An operator's results may not be one tensor twice, nor one of its inputs.
     given = [grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E)]
-    return (dq, dk, dv, *given, *[parts.sum(1)] * summed)
+    return (dq, dk, dv, *given, *([parts.sum(1)] if summed else []))
 
 
 def _shares(call: _Call) -> int:

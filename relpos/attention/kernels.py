@@ -1283,9 +1283,9 @@ def _own_queries(
 @triton.jit
 def backward_q(
     Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Parts, Bends, Table, Band, Meta,
-    Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h,
-    o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, G: tl.constexpr,
-    F: tl.constexpr,
+    Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B,
+    G: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """dQ; the delta that the other kernels use, and for backward_k `Rows` [B, H, Tq, WIDE], where with CANCEL the level
     is relative to the block of queries; and the gradients of what belongs to a query: ByQuery [B, H, Tq] of
@@ -1304,15 +1304,16 @@ def backward_q(
             at = (d + tl.arange(0, F.BN))[:, None]
             tl.store(ByBank + at * F.RP + tl.arange(0, F.RP)[None, :], 0.0, mask=at < most)
         tl.debug_barrier()  # others of its threads add to these
-        programs = tl.num_programs(0)
-        for start in range(0, blocks * B * H, programs):
-            # There and back along the blocks, which grow shorter: each program has as much to do as any other.
-            back = programs - 1 - tl.program_id(0)
-            x = start + tl.where(start // programs % 2 == 0, tl.program_id(0), back)
-            if x < blocks * B * H:
-                m0 = (blocks - 1 - x // (B * H)) * F.BM
-                b = (x // H % B).to(tl.int64)
-                h = (x % H).to(tl.int64)
+        # A long row of tiles and then a short one, so that all programs have as much to do; and those under way at a
+        # time are of few heads, whose keys stay in the cache.
+        pairs = (blocks + 1) // 2
+        for n in range(0, 2 * tl.cdiv(pairs * B * H - tl.program_id(0), tl.num_programs(0))):
+            x = tl.program_id(0) + n // 2 * tl.num_programs(0)
+            b = (x // pairs // H).to(tl.int64)
+            h = (x // pairs % H).to(tl.int64)
+            short = x % pairs
+            if (n % 2 == 0) | (2 * short + 1 < blocks):
+                m0 = tl.where(n % 2 == 0, blocks - 1 - short, short) * F.BM
                 _own_queries(
                     b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, PieceSums, Parts,
                     Bends, Band, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h,

@@ -709,8 +709,9 @@ def test_gradients_are_laid_out_as_promised(spec, monkeypatch):
     relpos.attention(q, k, v, encoding, hidden=hidden, impl="fused").sum().backward()
     *given, wants = seen[0]
     assert wants
-    arguments = (*(x.detach() if isinstance(x, torch.Tensor) else x for x in given), 0, 0, wants)
-    torch.library.opcheck(fused._attend_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    for summed in (False, True):
+        arguments = (*(x.detach() if isinstance(x, torch.Tensor) else x for x in given), 0, 0, wants, summed)
+        torch.library.opcheck(fused._attend_backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def passes(model: torch.nn.Module, run, backend=None, **inputs) -> dict[str, torch.Tensor]:

@@ -656,7 +656,7 @@ class _Eager(torch.autograd.Function):
         once("fused attention", "impl='reference' has one")
         if do is None:
             return (None,) * 17
-        return _gradients(ctx, lambda wants: _backward(do, *ctx.saved_tensors, *ctx.scalars, wants))[0]
+        return _gradients(ctx, lambda wants: _backward(*[do, *ctx.saved_tensors, *ctx.scalars, wants]))[0]
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -4,13 +4,14 @@
 it holds predicates that had no place of their own. ptxas 12.8 once made addresses of such bits (`_Call.blocks` in
 relpos/attention/fused.py), which a GPU answers with an illegal memory access.
 
-`strayed`: matrix products whose descriptor of an operand in shared memory depends on what the kernel was given. That is
-made of constants and of the thread's place alone. Where descriptors had no uniform registers left, ptxas 12.8 once
-saved several in one register, and put strides in their place.
+`strayed`: matrix products that take an operand from nowhere. Where it lies and how, two words in uniform registers, is
+made of constants, and how is a constant. Where no uniform registers were left, ptxas 12.8 once saved several of these
+in one other register, and put strides in their place.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -127,68 +128,142 @@ def lost(cubin: bytes, folder: Path) -> list[str]:
     ]
 
 
-UNIFORM, STACK = 256, 512  # where uniform registers, and places on the stack, begin among the bits of a set of them
+Known = dict[str, int]  # registers, carries and places on the stack, and what is in them, where it is always the same
 
 
-def _bits(operand: str, pair: bool) -> int:
-    """The registers that an operand names."""
-    found = 0
-    for kind, number in re.findall(r"\b(U?R)(\d+)\b", operand):
-        at = int(number) + (UNIFORM if kind == "UR" else 0)
-        found |= (3 if pair or ".64" in operand else 1) << at
-    return found
+def _number(operand: str, known: Known, high: bool = False) -> int | None:
+    """What an operand is, or its second word."""
+    name = operand.removesuffix(".reuse").lstrip("-")
+    if name in ("RZ", "URZ"):
+        return 0
+    if name.startswith("0x"):
+        number: int | None = int(name, 16) >> (32 if high else 0)
+    else:
+        found = re.fullmatch(r"(U?R)(\d+)", name)
+        number = known.get(f"{found[1]}{int(found[2]) + high}") if found else None
+    if number is None:
+        return None
+    return (-number if operand.startswith("-") else number) % 2**32
+
+
+def _sum(terms: list[int | None], carry: int = 0) -> tuple[int | None, int]:
+    """And what is carried: nothing, as far as is known."""
+    if None in terms:
+        return None, 0
+    total = sum(x for x in terms if x is not None) + carry
+    return total % 2**32, total >> 32
+
+
+def _after(this: Instruction, before: Known) -> Known:
+    """What is known behind an instruction: of those that make descriptors, what they do; of others, what they spoil."""
+    known = dict(before)
+    if not this.op:
+        if this.text.startswith("SWAP"):
+            for name, other in itertools.permutations(this.text[5:].split(", ")):
+                known.pop(name, None)
+                if other in before:
+                    known[name] = before[other]
+        return known
+    operands = [x.strip() for x in this.text.split(this.op, 1)[1].split(",")]
+    while operands and re.fullmatch(r"!?U?P(\d|T)", operands[0]):
+        operands.pop(0)
+    place = re.search(r"\[R1(?:\+0x([0-9a-f]+))?\]", this.text)
+    wide = ".64" in this.op or "WIDE" in this.op
+    if place and this.op.startswith("STL"):
+        at = int(place[1] or "0", 16)
+        for word in range(4 if ".128" in this.op else 1 + wide):
+            given = re.sub(r"\d+", lambda n, more=word: str(int(n[0]) + more), operands[1])  # type: ignore[misc]
+            number = _number(given if given != "RZ" else "RZ", before)
+            known.pop(f"S{at + 4 * word}", None)
+            if number is not None:
+                known[f"S{at + 4 * word}"] = number
+        return known
+    names = [f"R{r}" for r in this.writes]
+    target = re.fullmatch(r"(UR)(\d+)", operands[0]) if operands else None
+    if target and not this.op.startswith("UISETP"):
+        names = [f"UR{int(target[2]) + word}" for word in range(1 + wide)]
+    for name in names:
+        known.pop(name, None)
+    carries = [x for x in operands[1:] if re.fullmatch(r"!?U?P(\d|T)", x)]
+    terms = [x for x in operands[1:] if x not in carries]
+    results: list[int | None] = []
+    op = this.op.removeprefix("U")  # of uniform registers or others
+    if place and this.op.startswith("LDL"):
+        results = [before.get(f"S{int(place[1] or '0', 16) + 4 * word}") for word in range(len(names))]
+    elif op in ("MOV", "R2UR"):
+        results = [_number(terms[0], before)]
+    elif this.op in ("IMAD.U32", "IMAD.MOV.U32") and terms[0] == "RZ":
+        results = [_number(terms[2], before)]
+    elif op == "CS2R" and terms == ["SRZ"]:
+        results = [0] * len(names)
+    elif op == "IADD3.64":
+        low, carry = _sum([_number(x, before) for x in terms])
+        results = [low, _sum([_number(x, before, True) for x in terms], carry)[0]]
+    elif op in ("IADD3", "IADD3.X", "VIADD"):
+        carry = before.get(carries[0], 0) if op == "IADD3.X" and carries else 0
+        result, carry = _sum([_number(x, before) for x in terms[:3]], carry)
+        results = [result]
+        if op == "IADD3" and carries:
+            known[carries[0]] = carry
+    elif op == "LEA" and len(terms) == 3:
+        x, y, by = (_number(term, before) for term in terms[:3])
+        results = [None if x is None or y is None or by is None else ((x << by) + y) % 2**32]
+    elif op == "SHF.R.U32.HI":
+        x, by = _number(terms[2], before), _number(terms[1], before)
+        results = [None if x is None or by is None else x >> by]
+    elif op == "SGXT.U32":
+        x, bits = _number(terms[0], before), _number(terms[1], before)
+        results = [None if x is None or bits is None else x & ((1 << bits) - 1)]
+    elif this.op == "S2UR" and "SR_CgaCtaId" in this.text:
+        results = [0]
+    for name, result in zip(names, results):
+        if result is not None and (not this.guarded or before.get(name) == result):
+            known[name] = result
+    return known
+
+
+def _with_swaps(code: list[Instruction]) -> list[Instruction]:
+    """Three exclusive ors of the same two registers, which change places so, are a SWAP for the last of them."""
+    code, begun = list(code), dict[frozenset, list[int]]()
+    for i, this in enumerate(code):
+        found = re.match(r"ULOP3\.LUT UR\d+, (UR\d+), (UR\d+), URZ, 0x3c", this.text)
+        if not found:
+            continue
+        pair = frozenset(found.groups())
+        begun[pair] = [*(x for x in begun.get(pair, []) if i - x < 40), i]
+        if len(begun[pair]) == 3:
+            for x in begun.pop(pair):
+                text = f"SWAP {', '.join(found.groups())}" if x == i else "NOP"
+                code[x] = Instruction(text, "", False, [], [], False)
+    return code
 
 
 def strayed(cubin: bytes, folder: Path) -> list[str]:
-    """The products with such a descriptor."""
+    """The products with a descriptor whose second word, how an operand lies, is not one that the compiler wrote."""
     texts, labels = listed(cubin, folder)
-    code = [instruction(text) for text in texts]
-    flows: list[tuple[int, int, bool]] = []  # of each instruction what it writes and reads, and whether it was given it
-    for this in code:
-        operands = [x.strip() for x in this.text.split(this.op, 1)[1].split(",")]
-        while operands and re.fullmatch(r"!?U?P(\d|T)", operands[0]):
-            operands.pop(0)
-        wide = ".64" in this.op or ".WIDE" in this.op
-        writes = sum(1 << r for r in this.writes)
-        if operands and re.fullmatch(r"UR\d+", operands[0]) and not this.op.startswith("UISETP"):
-            writes = _bits(operands[0], wide)
-        reads = 0
-        if not this.op.startswith("HGMMA"):
-            for operand in operands[1:]:
-                reads |= _bits(operand, wide)
-        # R1 is the stack: it comes with the parameters, but only places on it are made of it.
-        given = "c[0x" in this.text and writes != 1 << 1 or this.op.startswith(("LDG", "LDS", "LDC", "ULDC", "ATOM"))
-        if place := re.search(r"\[R1(?:\+0x([0-9a-f]+))?\]", this.text):
-            words = 15 if ".128" in this.op else 3 if wide else 1
-            words <<= STACK + int(place[1] or "0", 16) // 4
-            if this.op.startswith("STL"):
-                writes, reads = words, _bits(operands[1], wide)
-            elif this.op.startswith("LDL"):
-                reads = words
-        flows.append((writes, reads, given))
-    held: list[int | None] = [None] * len(code)  # before each instruction, the registers that depend on what was given
-    held[0] = 0
+    code = _with_swaps([instruction(text) for text in texts])
+    held: list[Known | None] = [None] * len(code)
+    held[0] = {}
     todo = [0]
     while todo:
         i = todo.pop()
-        before = held[i] or 0
-        writes, reads, given = flows[i]
-        after = before if code[i].guarded else before & ~writes
-        if given or before & reads:
-            after |= writes
+        after = _after(code[i], held[i] or {})
         for j in following(code[i], i, labels):
             if j < len(code):
                 known = held[j]
-                merged = after if known is None else known | after
-                if merged != known:
-                    held[j] = merged
+                if known is None:
+                    held[j] = after
+                    todo.append(j)
+                elif len(both := dict(known.items() & after.items())) < len(known):
+                    held[j] = both
                     todo.append(j)
     found = []
-    for this, before in zip(code, held):
+    for this, known in zip(code, held):
         descriptor = re.search(r"gdesc\[UR(\d+)\]", this.text) if this.op.startswith("HGMMA") else None
-        if descriptor and before is not None:
-            both = re.match(r"\S+ R\d+, gdesc", this.text) is not None  # else one operand is in registers
-            words = 0b1111 if both else 0b1100
-            if before >> (UNIFORM + int(descriptor[1])) & words:
+        if descriptor and known is not None:
+            # One operand may be in registers: then only the second half of the four words counts.
+            words = (1, 3) if re.match(r"\S+ R\d+, gdesc", this.text) else (3,)
+            layouts = [known.get(f"UR{int(descriptor[1]) + word}", 0) for word in words]
+            if any(x >> 24 not in (0x40, 0x80, 0xC0) for x in layouts):
                 found.append(this.text)
     return found

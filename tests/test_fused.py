@@ -358,9 +358,10 @@ def test_blocks_for_long_texts(monkeypatch):
 @pytest.mark.parametrize("spec", ["none", "alibi", "fox", "cable", "kerple", "t5", "inkling:rank=3,length=50"])
 def test_blocks_of_64(spec, monkeypatch):
     """For so many queries backward_q leaves backward_k no more than it needs."""
-    monkeypatch.setattr(fused, "_blocks", lambda *_: (64, 64, 4, 1, 0))
-    # A bank takes smaller ones for heads of 8.
-    head_dim = 16 if spec.startswith("inkling") else 8
+    # With one stage ptxas 12.8 takes operands of a bank from the wrong place: see `_Call.blocks`, which gives a bank
+    # smaller blocks for heads below 32.
+    monkeypatch.setattr(fused, "_blocks", lambda *_: (64, 64, 4, 3 if GPU else 1, 0))
+    head_dim = 32 if spec.startswith("inkling") else 8
     compare(spec, HALF, T=150, B=1, heads=2, key_heads=1, head_dim=head_dim)
 
 

@@ -95,10 +95,11 @@ def test_banks_of_many_profiles(rank, compiled, tmp_path):
     check(compiled, ["forward", "backward_q", "bank_gradient", "backward_k"], tmp_path)
 
 
-def test_banks_of_heads_of_8(compiled, tmp_path):
-    """With tiles of 64 ptxas put strides where operands should lie."""
-    terms, layout = terms_of("inkling:rank=3,length=50", 8, 150, 150)
-    q, k, v = (torch.zeros(1, heads, 150, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (2, 1, 1))
+@pytest.mark.parametrize(("spec", "D"), [("rank=3,length=50", 8), ("rank=5,length=130", 24), ("rank=128", 80)])
+def test_banks_with_small_tiles(spec, D, compiled, tmp_path):
+    """With tiles of 64 ptxas put strides and predicates where operands should lie."""
+    terms, layout = terms_of(f"inkling:{spec}", D, 333, 333)
+    q, k, v = (torch.zeros(1, heads, 333, D, dtype=torch.bfloat16, requires_grad=True) for heads in (2, 1, 1))
     fused.attend(q, k, v, terms, layout, 0.125).sum().backward()
     check(compiled, ["forward", "backward_q", "bank_gradient", "backward_k"], tmp_path)
 

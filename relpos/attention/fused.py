@@ -255,7 +255,7 @@ class _Call:
     def blocks(self, kernel: str) -> Blocks:
         blocks = _blocks(kernel, self.q, KNOTTED if self.flags.get("KNOTS") else self.kind)
         rank = self.flags.get("RP", 0)  # the larger, the more shared memory a tile takes
-        if rank and self.D < 16:
+        if rank and (self.D < 32 or (rank > 64 and self.D > 64)):
             # ptxas 12.8 has no registers left for where operands lie, and mixes them up (tests/sass.py): with tiles too
             # small for wgmma nothing of the kind is kept.
             return 32, 32, 4, 1, 0

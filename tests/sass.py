@@ -173,7 +173,7 @@ def _after(this: Instruction, before: Known) -> Known:
         at = int(place[1] or "0", 16)
         for word in range(4 if ".128" in this.op else 1 + wide):
             given = re.sub(r"\d+", lambda n, more=word: str(int(n[0]) + more), operands[1])  # type: ignore[misc]
-            number = _number(given if given != "RZ" else "RZ", before)
+            number = _number(given, before)
             known.pop(f"S{at + 4 * word}", None)
             if number is not None:
                 known[f"S{at + 4 * word}"] = number

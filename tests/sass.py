@@ -15,7 +15,7 @@ import itertools
 import re
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NOTHING, PREDICATES, NUMBER = 1, 2, 4  # what a register may hold: a set of these
 NO_RESULT = (
@@ -96,29 +96,42 @@ def following(this: Instruction, i: int, labels: dict[str, int]) -> list[int]:
     return [i + 1]
 
 
+def flow(code: list[Instruction], labels: dict[str, int], start: Any, after: Any, joined: Any) -> list[Any]:
+    """What is held before each instruction, None before those that never run: `start` before the first, behind one what
+    `after` makes of it, and where ways meet what `joined` makes of both."""
+    held: list[Any] = [None] * len(code)
+    held[0] = start
+    todo = [0]
+    while todo:
+        i = todo.pop()
+        then = after(code[i], held[i])
+        for j in following(code[i], i, labels):
+            if j < len(code):
+                both = then if held[j] is None else joined(held[j], then)
+                if both != held[j]:
+                    held[j] = both
+                    todo.append(j)
+    return held
+
+
+def _kinds(this: Instruction, before: list[int]) -> list[int]:
+    """What each register may hold behind an instruction."""
+    after = list(before)
+    for register in this.writes:
+        if this.one_bit:
+            if after[register] != NUMBER:
+                after[register] = PREDICATES
+        else:
+            after[register] = NUMBER | (after[register] if this.guarded else 0)
+    return after
+
+
 def lost(cubin: bytes, folder: Path) -> list[str]:
     """The instructions that read such a register."""
     texts, labels = listed(cubin, folder)
     code = [instruction(text) for text in texts]
-    held: list[list[int] | None] = [None] * len(code)  # before each instruction, of each register
-    held[0] = [NOTHING, NUMBER, *[NOTHING] * 254]  # R1 is the stack
-    todo = [0]
-    while todo:
-        i = todo.pop()
-        this, after = code[i], list(held[i] or [])
-        for register in this.writes:
-            if this.one_bit:
-                if after[register] != NUMBER:
-                    after[register] = PREDICATES
-            else:
-                after[register] = NUMBER | (after[register] if this.guarded else 0)
-        for j in following(this, i, labels):
-            if j < len(code):
-                known = held[j]
-                merged = after if known is None else [a | b for a, b in zip(known, after)]
-                if merged != known:
-                    held[j] = merged
-                    todo.append(j)
+    start = [NOTHING, NUMBER, *[NOTHING] * 254]  # R1 is the stack
+    held = flow(code, labels, start, _kinds, lambda one, other: [a | b for a, b in zip(one, other)])
     return [
         this.text
         for this, before in zip(code, held)
@@ -242,21 +255,7 @@ def strayed(cubin: bytes, folder: Path) -> list[str]:
     """The products with a descriptor whose second word, how an operand lies, is not one that the compiler wrote."""
     texts, labels = listed(cubin, folder)
     code = _with_swaps([instruction(text) for text in texts])
-    held: list[Known | None] = [None] * len(code)
-    held[0] = {}
-    todo = [0]
-    while todo:
-        i = todo.pop()
-        after = _after(code[i], held[i] or {})
-        for j in following(code[i], i, labels):
-            if j < len(code):
-                known = held[j]
-                if known is None:
-                    held[j] = after
-                    todo.append(j)
-                elif len(both := dict(known.items() & after.items())) < len(known):
-                    held[j] = both
-                    todo.append(j)
+    held = flow(code, labels, {}, _after, lambda one, other: dict(one.items() & other.items()))
     found = []
     for this, known in zip(code, held):
         descriptor = re.search(r"gdesc\[UR(\d+)\]", this.text) if this.op.startswith("HGMMA") else None

@@ -205,6 +205,30 @@ def _blocks(kernel: str, q: Tensor, kind: int) -> Blocks:
     return _WIDE.get((kernel, kind), (None, None))[large] or _BLOCKS[kernel][large]
 
 
+def _tuned_as(kind: int, c: Tensor | None) -> tuple[int, int]:
+    """For which kind its blocks are, and for which rank of a bank."""
+    if kind in (PROFILE, POWER):
+        return (KNOTTED if c is not None and c.numel() else PROFILE), 0
+    return kind, _rank(kind, c)
+
+
+def _blocks_of(kernel: str, q: Tensor, kind: int, rank: int) -> Blocks:
+    blocks, D = _blocks(kernel, q, kind), q.shape[-1]  # the larger the rank, the more shared memory a tile takes
+    if rank and (D < 32 or (rank > 64 and D > 64)):
+        # ptxas 12.8 has no registers left for where operands lie, and mixes them up (tests/sass.py): with tiles too
+        # small for wgmma nothing of the kind is kept.
+        return 32, 32, 4, 1, 0
+    if rank > 64:
+        blocks = (*blocks[:3], min(blocks[3], 2), blocks[4])
+    if rank > 16 and kernel == "backward_k":
+        # With 64 queries ptxas 12.8 reads an address from a register that it keeps predicates in.
+        blocks = (min(blocks[0], 32), *blocks[1:])
+    if rank > 16 and _shared_memory(q.device) < 1 << 17:
+        wide = q.dtype == torch.float32 and rank > 64 and D > 64
+        blocks = (16, 16, 4, 1, 0) if wide else (*blocks[:3], 1, blocks[4])
+    return blocks
+
+
 class _Call:
     """What the kernels of one call share."""
 
@@ -213,6 +237,7 @@ class _Call:
         self.q = q
         self.B, self.H, self.Tq, self.D = q.shape
         self.Tk = k.shape[2]
+        self.tuned = _tuned_as(kind, c)
         more: dict[str, int] = {"ROWS": rows, "RAW": kind == NONE, "POWER": kind == POWER}
         kind = PROFILE if kind == POWER else kind
         self.kind, self.origin = kind, origin
@@ -253,21 +278,7 @@ class _Call:
         self.flags["WIDE"] = 4 if more_of_query or few else 2
 
     def blocks(self, kernel: str) -> Blocks:
-        blocks = _blocks(kernel, self.q, KNOTTED if self.flags.get("KNOTS") else self.kind)
-        rank = self.flags.get("RP", 0)  # the larger, the more shared memory a tile takes
-        if rank and (self.D < 32 or (rank > 64 and self.D > 64)):
-            # ptxas 12.8 has no registers left for where operands lie, and mixes them up (tests/sass.py): with tiles too
-            # small for wgmma nothing of the kind is kept.
-            return 32, 32, 4, 1, 0
-        if rank > 64:
-            blocks = (*blocks[:3], min(blocks[3], 2), blocks[4])
-        if rank > 16 and kernel == "backward_k":
-            # With 64 queries ptxas 12.8 reads an address from a register that it keeps predicates in.
-            blocks = (min(blocks[0], 32), *blocks[1:])
-        if rank > 16 and _shared_memory(self.q.device) < 1 << 17:
-            wide = self.flags["EXACT"] and rank > 64 and self.D > 64
-            blocks = (16, 16, 4, 1, 0) if wide else (*blocks[:3], 1, blocks[4])
-        return blocks
+        return _blocks_of(kernel, self.q, *self.tuned)
 
     def flagged(self, blocks: Blocks, **flags: int) -> Any:
         BM, BN, *_ = blocks
@@ -357,11 +368,11 @@ def _results(q, sure) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset,
               scale, sure, wants, into=None, summed=False):  # fmt: skip
     """Gradients of q, k, v and a .. e. With `into` they are written there, also those of a bank's rows; with `summed`
-    the sums of dQ and of dO over all tokens, [2, H, D], come last."""
+    `_parts` come last."""
     dq, dk, dv, d_rows = into or (like(q), like(k), like(v), None)
     if not q.numel():
         given = [torch.zeros_like(x) if wants >> n & 1 else lse.new_empty(0) for n, x in enumerate((a, b, c, d, e))]
-        return (dq, dk.zero_(), dv.zero_(), *given, *([lse.new_zeros(2, *q.shape[1::2])] if summed else []))
+        return (dq, dk.zero_(), dv.zero_(), *given, *([_parts(q, lse, kind, c).zero_()] if summed else []))
     call, beside = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     kind = call.kind
     if do.stride(-1) != 1:
@@ -397,7 +408,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
         grid = (min(shares, -(-blocks // 2) * grid[1]), 1)  # a program takes two blocks at a time
         by_bank = lse.new_empty(grid[0], *shape)
-    parts = lse.new_empty(2, call.B * blocks, call.H, call.D) if summed else delta
+    parts = _parts(q, lse, kind, c) if summed else delta
     (table, band, series), flags = _beside(call, beside, "backward_q", GRAD=grad, BIAS=summed)
     call.launch(
         "backward_q", grid,
@@ -461,13 +472,19 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         grads[A] = by_query
     # An operator's results may not be one tensor twice, nor one of its inputs.
     given = [grads[bit] if wants & bit else lse.new_empty(0) for bit in (A, B_, C, D, E)]
-    return (dq, dk, dv, *given, *([parts.sum(1)] if summed else []))
+    return (dq, dk, dv, *given, *([parts] if summed else []))
 
 
 def _shares(call: _Call) -> int:
     """In how many shares of the texts `backward_band` sums dS."""
     blocks = -(-call.Tq // call.blocks("backward_band")[0])
     return max(1, min(call.B, PROGRAMS // (2 * blocks * call.H)))
+
+
+def _parts(q: Tensor, lse: Tensor, kind: int, c: Tensor | None) -> Tensor:
+    """For sums of dQ and of dO over the queries of a block, [2, texts * blocks, H, D]."""
+    n = _blocks_of("backward_q", q, *_tuned_as(kind, c))[0]
+    return lse.new_empty(2, q.shape[0] * -(-q.shape[2] // n), q.shape[1], q.shape[3])
 
 
 def _diagonals(call: _Call, last: int) -> tuple[int, int, int, int]:
@@ -576,8 +593,8 @@ def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, low: _T, a: 
                      meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
                      scale: float, sure: bool, heads: int, size: int, wants: int,
                      summed: bool) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
-    """Gradients of q (or of what holds all), k, v and a .. e; empty where they are not wanted. And where they are, sums
-    for the gradient of a bias."""
+    """Gradients of q (or of what holds all), k, v and a .. e; empty where they are not wanted. And where they are, parts
+    of the sums for the gradient of a bias."""
     rank, whole, into = _rank(kind, c), None, None
     if k is None:
         whole = torch.empty_like(q)
@@ -596,10 +613,10 @@ def _(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causa
     terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e))]
     if kind == BANK and wants & A:
         terms[0] = like(a)
-    sums = lse.new_empty((2, *do.shape[1::2]) if summed else 0)
+    parts = _parts(*_views(q, k, v, a, _rank(kind, c), heads, size)[:1], lse, kind, c) if summed else lse.new_empty(0)
     if k is None:
-        return (torch.empty_like(q), lse.new_empty(0), lse.new_empty(0), *terms, sums)
-    return (like(q), like(k), like(v), *terms, sums)
+        return (torch.empty_like(q), lse.new_empty(0), lse.new_empty(0), *terms, parts)
+    return (like(q), like(k), like(v), *terms, parts)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -623,10 +640,10 @@ def _gradients(ctx, backward):
 
 def _of_operator(ctx, do, _lse, _low):
     bias = ctx.needs_input_grad[-1]
-    grads, [sums] = _gradients(
+    grads, [parts] = _gradients(
         ctx, lambda wants: _attend_backward(do, *ctx.saved_tensors, *ctx.scalars, wants, bias)
     )
-    return (*grads[:-1], _of_bias(sums, *ctx.bias) if bias else None)
+    return (*grads[:-1], _of_bias(parts.sum(1), *ctx.bias) if bias else None)  # here, where it is compiled too
 
 
 def _of_bias(sums: Tensor, size: int, dtype: torch.dtype) -> Tensor:

@@ -309,34 +309,62 @@ class _Knots(NamedTuple):
     first: _Call
     band: Tensor | None  # its bias near the diagonal, for the others
     series: Tensor | None  # and of what they look up farther away
+    made: Tensor  # all of these in one tensor
 
 
-def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, *how):
-    """What to launch, and with what: a `_Call`, and `_Knots` or None."""
-    how = (meta, docs, kind, origin, causal, window, q_offset, *how)
+def _sizes_made(q, k, a, b, c, meta, docs, kind, causal, window, q_offset) -> tuple[list[int], int]:
+    """Of what is made of a profile with knots before the kernels run, in float32 numbers: how many of the first queries
+    have one rho, their table, the band, the series. None of it where there is nothing to make. And the block of the
+    band, 0 without one."""
     if kind != PROFILE or not c.numel() or not causal or docs is not None or window:
-        return _Call(ALL, q, k, a, b, c, d, e, None, *how), None
-    count = b.new_empty(b.shape[0], dtype=torch.int32)
-    call = _Call(REST, q, k, a, b, c, d, e, count, *how)
-    table = d.new_empty(call.H, call.Tk)
-    band = series = None
-    n = call.blocks("profile_table")[0]
+        return [], 0
+    H, Tq, Tk = q.shape[1], q.shape[2], k.shape[2]
+    n = _blocks("profile_table", q, KNOTTED)[0]
     kernels = "profile_table", "profile_band", "backward_band", "forward", "backward_q"
-    sizes = {call.blocks(kernel)[:2] for kernel in kernels}
-    aligned = sizes == {(n, n)} and call.blocks("backward_k")[1] == n
-    blocks, rows = -(-call.Tq // n), -(-call.Tk // n) + 1
-    if aligned and q.dtype != torch.float32 and meta is None and not q_offset and b.shape[0] == 1:
-        if 8 * call.H * blocks * n * n <= BAND:
-            band, series = d.new_empty(call.H, blocks, 2, n, n), q.new_empty(a.numel(), rows * n, WAVES)
-            call.flags["BAND"] = True
-    grid = max(rows, b.shape[0]), call.H
-    call.launch("profile_table", grid, [table, q if series is None else series], [], [b.shape[0]])
-    if band is not None:
-        call.launch("profile_band", (blocks, 2 * call.H), [band], [], [])
+    aligned = {_blocks(kernel, q, KNOTTED)[:2] for kernel in kernels} == {(n, n)}
+    aligned = aligned and _blocks("backward_k", q, KNOTTED)[1] == n
+    band = 2 * H * -(-Tq // n) * n * n
+    near = aligned and q.dtype != torch.float32 and meta is None and not q_offset and b.shape[0] == 1
+    if not near or 4 * band > BAND:
+        return [b.shape[0], H * Tk, 0, 0], 0
+    return [b.shape[0], H * Tk, band, a.numel() * _series_rows(Tk, n) * WAVES // 2], n
+
+
+def _series_rows(Tk: int, n: int) -> int:
+    return (-(-Tk // n) + 1) * n
+
+
+def _room(sizes: list[int]) -> list[int]:
+    """Each a multiple of 64 bytes, as is best for loads."""
+    return [size + -size % 16 for size in sizes]
+
+
+def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure, made=None):
+    """What to launch, and with what: a `_Call`, and `_Knots` or None. `made`: what the forward pass made."""
+    sizes, n = _sizes_made(q, k, a, b, c, meta, docs, kind, causal, window, q_offset)
+    how = (meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+    if not sizes:
+        return _Call(ALL, q, k, a, b, c, d, e, None, *how), None
+    new = made is None
+    if new:
+        made = b.new_empty(sum(_room(sizes)))
+    parts = [part[:size] for part, size in zip(made.split(_room(sizes)), sizes, strict=True)]
+    count, table = parts[0].view(torch.int32), parts[1].view(d.shape[0], -1)
+    call = _Call(REST, q, k, a, b, c, d, e, count, *how)
+    band = series = None
+    blocks = -(-call.Tk // call.blocks("profile_table")[0])
+    if n:
+        band, series = parts[2].view(call.H, -1, 2, n, n), parts[3].view(q.dtype).view(a.numel(), -1, WAVES)
+        call.flags["BAND"] = True
+    if new:
+        grid = max(blocks + 1, b.shape[0]), call.H
+        call.launch("profile_table", grid, [table, q if series is None else series], [], [b.shape[0]])
+        if band is not None:
+            call.launch("profile_band", (band.shape[1], 2 * call.H), [band], [], [])
     how = (meta, docs, DISTANCE, 0, *how[4:])
     first = _Call(FIRST, q, k, table, None, None, None, None, count, *how)
     first.flags["WIDE"] = call.flags["WIDE"]  # they lie among the others
-    return call, _Knots(table, first, band, series)
+    return call, _Knots(table, first, band, series, made)
 
 
 def _beside(call: _Call, knots: _Knots | None, kernel: str, **flags: int) -> tuple[list[Tensor], Any]:
@@ -350,13 +378,13 @@ def _beside(call: _Call, knots: _Knots | None, kernel: str, **flags: int) -> tup
 def _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure):
     out, lse, low = _results(q, sure)
     if not q.numel():
-        return out, lse, low
+        return out, lse, low, lse.new_empty(0)
     call, beside = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
     tables, flags = _beside(call, beside, "forward")
     grid = (-(-call.Tq // call.blocks("forward")[0]), call.B * call.H)
     banded = beside is not None and beside.band is not None
     call.launch("forward", grid, [q, k, v, out, lse, low, *tables], [q, k, v, out], [call.reach, flags], SERIES=banded)
-    return out, lse, low
+    return out, lse, low, lse.new_empty(0) if beside is None else beside.made
 
 
 def _results(q, sure) -> tuple[Tensor, Tensor, Tensor]:
@@ -365,15 +393,17 @@ def _results(q, sure) -> tuple[Tensor, Tensor, Tensor]:
     return like(q), q.new_empty(q.shape[:3], dtype=torch.float32), low
 
 
-def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset,
+def _backward(do, q, k, v, out, lse, low, made, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset,
               scale, sure, wants, into=None, summed=False):  # fmt: skip
     """Gradients of q, k, v and a .. e. With `into` they are written there, also those of a bank's rows; with `summed`
     `_parts` come last."""
-    dq, dk, dv, d_rows = into or (like(q), like(k), like(v), None)
+    dq, dk, dv, d_rows = into or (like(q), None, None, None)
     if not q.numel():
+        dk, dv = (like(k), like(v)) if dk is None else (dk, dv)
         given = [torch.zeros_like(x) if wants >> n & 1 else lse.new_empty(0) for n, x in enumerate((a, b, c, d, e))]
         return (dq, dk.zero_(), dv.zero_(), *given, *([_parts(q, lse, kind, c).zero_()] if summed else []))
-    call, beside = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
+    call, beside = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure, made)
+    parts = _parts(q, lse, kind, c) if summed else lse
     kind = call.kind
     if do.stride(-1) != 1:
         do = do.contiguous()
@@ -408,7 +438,6 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
         grid = (min(shares, -(-blocks // 2) * grid[1]), 1)  # a program takes two blocks at a time
         by_bank = lse.new_empty(grid[0], *shape)
-    parts = _parts(q, lse, kind, c) if summed else delta
     (table, band, series), flags = _beside(call, beside, "backward_q", GRAD=grad, BIAS=summed)
     call.launch(
         "backward_q", grid,
@@ -420,6 +449,8 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
         grads[B_] = torch.empty_like(b)
         call.launch("bank_gradient", (-(-b.shape[1] * call.flags["RP"] // call.blocks("bank_gradient")[1]), 1),
                     [grads[B_], by_bank], [], [*by_bank.shape[:2], *b.shape])  # fmt: skip
+    if dk is None:  # not before others have given back what they took for themselves
+        dk, dv = like(k), like(v)
     flags = _beside(call, beside, "backward_k", QM=QM)[1]
     call.launch(
         "backward_k", (-(-call.Tk // of_keys[1]), call.B * k.shape[1]),
@@ -456,7 +487,7 @@ def _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origi
             grads[B_] = torch.empty_like(b) if one else by_query.sum(1)
             sums = lse.new_empty(PARTS, call.H, 2, call.flags["PP"])
             call.launch("profile_parts", (call.H, PARTS), [sums, grads[B_], pieces, by_query, diagonals], [],
-                        [entries * blocks, blocks, shares, count, entries * call.H * one, n // 2])  # fmt: skip
+                        [call.B, entries * blocks, blocks, shares, count, entries * call.H * one, n // 2])  # fmt: skip
             made = [grads[D], grads[E], grads[A], grads[B_]]
             call.launch("profile_gradient", (call.H + 1, 1), [*made, sums], [], [PARTS])
         else:
@@ -494,7 +525,7 @@ def _diagonals(call: _Call, last: int) -> tuple[int, int, int, int]:
     count = -(-last // n) + 1 + before
     tiles = call.B * -(-call.Tq // n)  # of the longest diagonal
     # Diagonals of a table differ most in length, and many are short: more programs, so that none is the last. Those of
-    # first queries are shorter still, by how much only the device knows.
+    # first queries are fewer, how many only the device knows: it divides the programs among them.
     programs = PROGRAMS * (3 if call.flags["ROWS"] == ALL else 1)
     most = max(1 if call.flags["ROWS"] == ALL else 4, -(-programs // (count * call.H)))
     return n, before, count, max(1, min(-(-tiles // TILES), most))
@@ -576,7 +607,7 @@ def _rank(kind: int, c: Tensor | None) -> int:
 @torch.library.custom_op("relpos::attend", mutates_args=())
 def _attend(q: _T, k: _O, v: _O, a: _O, b: _O, c: _O, d: _O, e: _O, meta: _O, docs: _O, kind: int,
             origin: int, causal: bool, window: int, q_offset: int, scale: float, sure: bool, heads: int,
-            size: int, bias: _O) -> tuple[_T, _T, _T]:  # fmt: skip
+            size: int, bias: _O) -> tuple[_T, _T, _T, _T]:  # fmt: skip
     """`bias` is there for its gradient alone: see `Packed`."""
     q, k, v, a = _views(q, k, v, a, _rank(kind, c), heads, size)
     return _forward(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure)
@@ -584,31 +615,33 @@ def _attend(q: _T, k: _O, v: _O, a: _O, b: _O, c: _O, d: _O, e: _O, meta: _O, do
 
 @_attend.register_fake
 def _(q, k, v, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure, heads, size, bias):
-    q, *_ = _views(q, k, v, a, _rank(kind, c), heads, size)
-    return _results(q, sure)
+    q, k, *_ = _views(q, k, v, a, _rank(kind, c), heads, size)
+    sizes, _ = _sizes_made(q, k, a, b, c, meta, docs, kind, causal, window, q_offset) if q.numel() else ([], 0)
+    out, lse, low = _results(q, sure)
+    return out, lse, low, lse.new_empty(sum(_room(sizes)))
 
 
 @torch.library.custom_op("relpos::attend_backward", mutates_args=())
-def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, low: _T, a: _O, b: _O, c: _O, d: _O, e: _O,
-                     meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
+def _attend_backward(do: _T, q: _T, k: _O, v: _O, out: _T, lse: _T, low: _T, made: _T, a: _O, b: _O, c: _O, d: _O,
+                     e: _O, meta: _O, docs: _O, kind: int, origin: int, causal: bool, window: int, q_offset: int,
                      scale: float, sure: bool, heads: int, size: int, wants: int,
                      summed: bool) -> tuple[_T, _T, _T, _T, _T, _T, _T, _T, _T]:  # fmt: skip
-    """Gradients of q (or of what holds all), k, v and a .. e; empty where they are not wanted. And where they are, parts
-    of the sums for the gradient of a bias."""
+    """Gradients of q (or of what holds all), k, v and a .. e; empty where they are not wanted. And `_parts`, where
+    these are."""
     rank, whole, into = _rank(kind, c), None, None
     if k is None:
         whole = torch.empty_like(q)
         dq, dk, dv, d_rows = _views(whole, None, None, a, rank, heads, size)
         into = dq, dk, dv, d_rows if a is None else None
     q, k, v, a = _views(q, k, v, a, rank, heads, size)
-    grads = _backward(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset,
-                      scale, sure, wants, into, summed)  # fmt: skip
+    grads = _backward(do, q, k, v, out, lse, low, made, a, b, c, d, e, meta, docs, kind, origin, causal, window,
+                      q_offset, scale, sure, wants, into, summed)  # fmt: skip
     grads = grads if summed else (*grads, lse.new_empty(0))
     return grads if whole is None else (whole, lse.new_empty(0), lse.new_empty(0), *grads[3:])
 
 
 @_attend_backward.register_fake
-def _(do, q, k, v, out, lse, low, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale,
+def _(do, q, k, v, out, lse, low, made, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale,
       sure, heads, size, wants, summed):  # fmt: skip
     terms = [lse.new_empty(x.shape if wants >> bit & 1 else 0) for bit, x in enumerate((a, b, c, d, e))]
     if kind == BANK and wants & A:
@@ -638,11 +671,9 @@ def _gradients(ctx, backward):
     return (*grads, *[None] * (len(needs) - 8)), found[8:]
 
 
-def _of_operator(ctx, do, _lse, _low):
+def _of_operator(ctx, do, *_):
     bias = ctx.needs_input_grad[-1]
-    grads, [parts] = _gradients(
-        ctx, lambda wants: _attend_backward(do, *ctx.saved_tensors, *ctx.scalars, wants, bias)
-    )
+    grads, [parts] = _gradients(ctx, lambda wants: _attend_backward(do, *ctx.saved_tensors, *ctx.scalars, wants, bias))
     return (*grads[:-1], _of_bias(parts.sum(1), *ctx.bias) if bias else None)  # here, where it is compiled too
 
 
@@ -669,7 +700,7 @@ class _Eager(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx, do, _lse, _low):
+    def backward(ctx, do, *_):
         once("fused attention", "impl='reference' has one")
         if do is None:
             return (None,) * 17

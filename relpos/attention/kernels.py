@@ -65,6 +65,9 @@ BLOCK = tl.constexpr(128)  # a multiple of every block of queries
 BITS = tl.constexpr(15)  # that hold the number of knots: there must be fewer
 MANY = tl.constexpr(1 << 15)
 NOWHERE = tl.constexpr(1 << 30)  # a distance that there is not
+FEW = tl.constexpr(8)  # tiles of a diagonal
+TOGETHER = tl.constexpr(1024)  # rows of tiles, and heads: `_row`
+MOST_HEADS = tl.constexpr(24)
 WAVES = tl.constexpr(16)  # columns of a profile's series: `_column`
 # Of tiles: any; beyond the reach of a table or bank.
 ANY, FAR = (tl.constexpr(n) for n in range(2))
@@ -675,6 +678,20 @@ def _borders(Docs, at, Tk, F: tl.constexpr):
 
 
 @triton.jit
+def _row():
+    """Which row of tiles a program takes, counted from the longest, and of which pair of a text and a head. The long rows of
+    several heads come before the short ones of any: after all of one head, the last to begin would be long ones of
+    another, and most of the GPU would wait for them. Not too many heads, as their keys should stay in the cache."""
+    rows = tl.num_programs(0)
+    at = tl.program_id(1) * rows + tl.program_id(0)
+    heads = tl.maximum(tl.minimum(TOGETHER // rows, MOST_HEADS), 1)
+    first = at // (heads * rows) * heads
+    at -= first * rows
+    heads = tl.minimum(heads, tl.num_programs(1) - first)
+    return at // heads, first + at % heads
+
+
+@triton.jit
 def _place(Meta, b, q_off, Tk, F: tl.constexpr):
     """Key column of the first query and number of keys of a batch entry."""
     klen = Tk
@@ -934,10 +951,10 @@ def forward(
 ):  # fmt: skip
     """The output; the log-sum-exp; and if SURE what rounding took from the output, laid out as it is. `Table` and the
     flags G are those of FIRST queries."""
-    # Long rows first: the last blocks of a causal matrix have the most to do.
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * F.BM
-    b = (tl.program_id(1) // H).to(tl.int64)
-    h = (tl.program_id(1) % H).to(tl.int64)
+    place, pair = _row()
+    m0 = (tl.num_programs(0) - 1 - place) * F.BM
+    b = (pair // H).to(tl.int64)
+    h = (pair % H).to(tl.int64)
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     if F.ROWS == REST:
         if m0 < _first_rows(t, b, Tq):
@@ -1319,9 +1336,10 @@ def backward_q(
                     Bends, Band, Meta, Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h,
                     do_t, dq_b, dq_h, dq_t, H, GROUP, Tq, Tk, q_off, c2, scale, reach, by_t, B, F)  # fmt: skip
     else:
-        m0 = (blocks - 1 - tl.program_id(0)) * F.BM
-        b = (tl.program_id(1) // H).to(tl.int64)
-        h = (tl.program_id(1) % H).to(tl.int64)
+        place, pair = _row()
+        m0 = (blocks - 1 - place) * F.BM
+        b = (pair // H).to(tl.int64)
+        h = (pair % H).to(tl.int64)
         pieces_at = PieceSums + ((b * H + h) * blocks + m0 // F.BM) * (2 * F.PP) + tl.arange(0, F.PP)
         if F.ROWS == REST:
             if m0 < _first_rows(t, b, Tq):
@@ -1484,10 +1502,11 @@ def backward_k(
     potential at the keys, or for slopes and a profile without knots, of which the host takes the sum; `DRate`, the same
     for its rate. QM is the block of queries of backward_q, which wrote Rows and Bends. The FIRST queries of a profile
     come before the REST: `Table` and the flags G are theirs."""
-    n0 = tl.program_id(0) * F.BN
+    place, pair = _row()
+    n0 = place * F.BN
     HKV = H // GROUP
-    b = (tl.program_id(1) // HKV).to(tl.int64)
-    hk = (tl.program_id(1) % HKV).to(tl.int64)
+    b = (pair // HKV).to(tl.int64)
+    hk = (pair % HKV).to(tl.int64)
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     q_off, klen = _place(Meta, b, q_off, Tk, F)
     j1 = n0 + tl.arange(0, F.BN)
@@ -1640,6 +1659,18 @@ def _distance_tiles(
 
 
 @triton.jit
+def _diagonals_of_first(t, B, Tq, q_off, diagonals, shares, n: tl.constexpr, F: tl.constexpr):
+    """How many of the diagonals have FIRST queries, which only the device knows, and into how many shares the programs
+    that there are divide each: so many that none has more than a few tiles."""
+    if F.META:
+        return diagonals, shares
+    else:
+        rows = _most_first_rows(t, Tq)
+        some = tl.minimum(diagonals, tl.cdiv(q_off + rows, n) + 1)
+        return some, tl.maximum(tl.minimum(diagonals * shares // some, tl.cdiv(B * tl.cdiv(rows, n), FEW)), 1)
+
+
+@triton.jit
 def backward_distance(
     Q, K, V, DO, Lse, Delta, Out, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, H, GROUP, Tq, Tk, q_off, c2, B, first,
@@ -1647,23 +1678,33 @@ def backward_distance(
 ):  # fmt: skip
     """Sums of dS along the diagonals. One program owns a head and the block diagonal of distances around `base`, walks
     its tiles over all batch entries (or a share of them) with dS summed in registers, and sums the skew once behind it.
-    `Out` [shares, H, diagonals, SPAN]: entry y belongs to the distance `base + y - BN`."""
-    base = (first + tl.program_id(0)) * F.BM
+    `Out` [shares, H, diagonals, SPAN]: entry y belongs to the distance `base + y - BN`. Of FIRST queries, the long
+    diagonals before the short, `Out` [H, diagonals, shares, SPAN]: see `_diagonals_of_first`."""
+    diagonal = tl.program_id(0)
     h = (tl.program_id(1) % H).to(tl.int64)
     share = tl.program_id(1) // H
     shares = tl.num_programs(1) // H
+    program = (tl.program_id(1) * tl.num_programs(0) + diagonal).to(tl.int64)
     t = Term(TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size, t_origin)
     queries = Tq
-    if F.ROWS == FIRST and not F.META:
-        queries = _most_first_rows(t, Tq)
+    if F.ROWS == FIRST:
+        at = share * tl.num_programs(0) + diagonal
+        program = h * (shares * tl.num_programs(0)) + at
+        some, shares = _diagonals_of_first(t, B, Tq, q_off, tl.num_programs(0), shares, F.BM, F)
+        if at >= some * shares:
+            return
+        diagonal = at // shares
+        share = at % shares
+        if not F.META:
+            queries = _most_first_rows(t, Tq)
+    base = (first + diagonal) * F.BM
     block, blocks = _blocks_on(base, q_off, queries, Tk, F)
     total = B * blocks
     each = tl.cdiv(total, shares)
     begin = share * each
     end = tl.minimum(total, begin + each)
-    program = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     Out += program * F.SPAN + tl.arange(0, F.SPAN)
-    if begin >= end:  # most of them, where few queries come FIRST
+    if begin >= end:
         tl.store(Out, 0.0)
         return
     bias = _spread(_table(_distances(base, False, F), t, h), False, F)
@@ -1872,11 +1913,11 @@ def backward_band(
 @triton.jit
 def profile_parts(
     Out, DRho, PieceSums, ByQuery, Diagonals, Meta, Docs, TA, TB, TC, TD, TE, First, t_q, t_k, t_g, t_f, t_size,
-    t_origin, H, GROUP, Tq, Tk, q_off, c2, rows, blocks, shares, diagonals, heads, n: tl.constexpr, F: tl.constexpr,
+    t_origin, H, GROUP, Tq, Tk, q_off, c2, B, rows, blocks, shares, diagonals, heads, n: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """A part of each sum that `profile_gradient` takes over the `rows` = B * blocks of backward_q's `PieceSums` and,
     where there are FIRST queries, over the distances of their table, whose gradient `backward_distance` left in
-    `Diagonals` [shares, H, diagonals, 2 n]. `Out` [parts, H, 2, PP], laid out as PieceSums are; at the very end of
+    `Diagonals` [H, shares of diagonals, 2 n]. `Out` [parts, H, 2, PP], laid out as PieceSums are; at the very end of
     the second the gradient of the rho of FIRST queries. And where the texts share rho, `DRho` [Tq]: its gradient,
     summed over the `heads` of all texts in ByQuery; else there are none."""
     h = tl.program_id(0).to(tl.int64)
@@ -1898,6 +1939,8 @@ def profile_parts(
         end = Tk
         if not F.META:  # farther than this no FIRST query sees
             end = tl.minimum(Tk, q_off + _most_first_rows(t, Tq))
+        Diagonals += h * (shares * diagonals) * (2 * n)
+        diagonals, shares = _diagonals_of_first(t, B, Tq, q_off, diagonals, shares, n, F)
         for start in range(part * F.BM, end, step):
             d = start + a
             psi, piece, slope, offset = _on_pieces(d, rho, head, t, F)
@@ -1905,9 +1948,9 @@ def profile_parts(
             for first in range(0, shares, 8):  # two diagonals hold each distance
                 share = first + tl.arange(0, 8)[:, None]
                 ok = (share < shares) & (d < end)[None, :]
-                line = Diagonals + ((share * H + h) * diagonals + (d // n)[None, :]) * (2 * n) + (d % n)[None, :]
+                line = Diagonals + ((d // n)[None, :] * shares + share) * (2 * n) + (d % n)[None, :]
                 g += tl.load(line + n, mask=ok, other=0.0)
-                g += tl.load(line + 2 * n, mask=ok & (d // n + 1 < diagonals)[None, :], other=0.0)
+                g += tl.load(line + shares * (2 * n), mask=ok & (d // n + 1 < diagonals)[None, :], other=0.0)
             g = tl.sum(g, 0)
             mine = piece[:, None] == p
             f = d.to(tl.float32)

@@ -679,9 +679,9 @@ def _borders(Docs, at, Tk, F: tl.constexpr):
 
 @triton.jit
 def _row():
-    """Which row of tiles a program takes, counted from the longest, and of which pair of a text and a head. The long rows of
-    several heads come before the short ones of any: after all of one head, the last to begin would be long ones of
-    another, and most of the GPU would wait for them. Not too many heads, as their keys should stay in the cache."""
+    """Which row of tiles a program takes, counted from the longest, and of which pair of a text and a head. The long
+    rows of several heads come before the short ones of any: after all of one head, the last to begin would be long ones
+    of another, and most of the GPU would wait for them. Not too many heads, as their keys should stay in the cache."""
     rows = tl.num_programs(0)
     at = tl.program_id(1) * rows + tl.program_id(0)
     heads = tl.maximum(tl.minimum(TOGETHER // rows, MOST_HEADS), 1)
@@ -1198,6 +1198,15 @@ def _add_to_bank(ByBank, base, x, mix, most, F: tl.constexpr):
 
 
 @triton.jit
+def _store_sums(P, x, F: tl.constexpr):
+    """The columns of x [BM, DP] summed up, as a product with ones: a sum across threads takes twice as long."""
+    ones = tl.full((16, F.BM), 1.0, x.dtype)
+    sums = tl.dot(ones, x, input_precision="ieee")
+    e = tl.arange(0, F.DP)[None, :]
+    tl.store(P + tl.broadcast_to(e, (16, F.DP)), sums, mask=(tl.arange(0, 16)[:, None] == 0) & (e < F.D))
+
+
+@triton.jit
 def _own_queries(
     b, h, m0, Q, K, V, O, Low, DO, Lse, Rows, Delta, DQ, ByQuery, ByGate, ByBank, pieces_at, Parts, Bends, Band, Meta,
     Docs, t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, H, GROUP,
@@ -1237,10 +1246,9 @@ def _own_queries(
     if F.WIDE > 2 and (F.KIND == LOG or F.KIND == POTENTIAL or (F.KIND == PROFILE and F.KNOTS == 0 and not F.ONE)):
         tl.store((Rows + row * F.WIDE + 3)[:, None], info.rho if F.KIND == PROFILE else info.s, mask=r[:, None] < Tq)
 
-    e = tl.arange(0, F.DP)
-    Parts += ((b * blocks + m0 // F.BM) * H + h) * F.D + e
+    Parts += ((b * blocks + m0 // F.BM) * H + h) * F.D
     if F.BIAS:  # rows beyond the last are zero, and so is their dQ
-        tl.store(Parts + (B * blocks).to(tl.int64) * (H * F.D), tl.sum(do.to(tl.float32), 0), mask=e < F.D)
+        _store_sums(Parts + (B * blocks).to(tl.int64) * (H * F.D), do, F)
 
     begin, far, full, end = _range_of_keys(Docs, mcol, klen, Tk, reach, F)
     dq = _blank(F.BM, F.DP, Tk + m0 if F.KIND == BANK and not F.HAS_FAR else Tk)
@@ -1265,9 +1273,10 @@ def _own_queries(
         dq, sums, pieces, q, do, delta, lse, K, V, k_t, v_t, full, end, mcol, klen, Tq, SK, ByBank, most, info, head, t,
         c2, True, ANY, F)  # fmt: skip
 
-    _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq * scale, F)
+    dq *= scale
+    _put(DQ + b * dq_b + h * dq_h, r, dq_t, r < Tq, dq, F)
     if F.BIAS:
-        tl.store(Parts, tl.sum(dq, 0) * scale, mask=e < F.D)
+        _store_sums(Parts, dq.to(q.dtype), F)
     # Rows of dS sum to zero. What they sum to here is the error of delta, which came from a rounded output: with it
     # delta is put right for the other kernels, and the sums above for that error times the expectation of their factor.
     # Not those of a bank: there plain code's rounding weighs as much.

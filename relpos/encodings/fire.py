@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from relpos.encodings.base import Encoding, wide
 from relpos.terms import Context, Profile, Term
@@ -55,8 +56,7 @@ class Fire(Encoding):
             # Only far out of reach (u is near [0, 1]) may a knot be moved: f must be continuous at every other. Where
             # w is 0 there is none, and it may be put anywhere.
             knots = (-b / w).nan_to_num(0.0).clamp(-1e4, 1e4).sort().values
-            edges = torch.cat((knots[:1] - 1, knots, knots[-1:] + 1))
-            middle = edges[1:].lerp(edges[:-1], 0.5)
+            middle = (pad(knots, (1, 0), value=-3e4) + pad(knots, (0, 1), value=3e4)) / 2  # of each piece
             active = (middle[:, None] * w + b > 0).to(w.dtype)  # [K + 1, width]
         # Sums, not products of matrices: those TF32 would round, and in a compiled backward pass autocast, whatever is
         # said here.

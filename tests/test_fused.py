@@ -252,6 +252,74 @@ def test_many_shares_of_the_first_queries(monkeypatch):
     compare("fire:width=8,length=500", torch.float32, T=77, B=4, heads=2, key_heads=1)
 
 
+@pytest.fixture
+def described(monkeypatch):
+    """For each launch that walks tiles: the kernel, and whether they come by TMA."""
+    found = []
+    launch = fused._Call.launch
+
+    def noted(call: fused._Call, kernel: str, *of, **flags) -> None:
+        if "TMA" in flags:
+            found.append((kernel, flags["TMA"]))
+        launch(call, kernel, *of, **flags)
+
+    monkeypatch.setattr(fused._Call, "launch", noted)
+    return found
+
+
+BY_TMA = ["none", "alibi:learn=true", "t5:form=clipped,clip=9", "kerple", "fire:width=8,length=30", "cable", "fox"]
+
+
+@pytest.mark.parametrize("spec", [*BY_TMA, "cable:form=kernel"])
+def test_tiles_that_the_hardware_copies(spec, described):
+    """With whole blocks and without, and keys and queries that lie in one tensor."""
+    compare(spec, HALF, T=LENGTH if GPU else 50, heads=2, key_heads=1, head_dim=64)
+    if spec in ("none", "fire:width=8,length=30"):
+        compare(spec, torch.float16, T=256 if GPU else 128, heads=2, key_heads=2, head_dim=64, B=1)
+    by_tma = not GPU or torch.cuda.get_device_capability() >= (9, 0)
+    assert {kernel for kernel, how in described if how is by_tma} == {"backward_q", "backward_k"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": False}, {"window": 13}, {"cu_seqlens": (0, 7, 7, 31, 50)}, {"Tq": 20, "q_offset": 11}],
+    ids=lambda options: next(iter(options)),
+)
+def test_tiles_that_the_hardware_copies_in_part(options, described):
+    if "cu_seqlens" in options:
+        options = {"B": 1, "cu_seqlens": torch.tensor(options["cu_seqlens"])}
+    compare("kerple", HALF, T=50, heads=2, key_heads=1, head_dim=64, **options)
+    assert described
+
+
+@pytest.mark.parametrize("how", ["shifted", "narrow", "expanded", "padded"])
+def test_tiles_that_the_hardware_cannot_copy(how, described):
+    """From odd places, with odd strides, with no stride at all, and where padding is to be left out."""
+    T, D = 40, 64
+    x = torch.randn(4, 2, T, 2 * (D + 1) + 8, dtype=HALF, device=DEVICE)
+    q, k, v = (x[n].unflatten(-1, (2, -1))[..., :D].transpose(1, 2) for n in range(3))
+    do = torch.randn(2, 2, T, D, dtype=HALF, device=DEVICE)
+    mask = None
+    if how == "shifted":
+        q, k, v = (torch.randn(2 * 2 * T * D + 1, dtype=HALF, device=DEVICE)[1:].view(2, 2, T, D) for _ in range(3))
+    elif how == "expanded":
+        q, k, v = torch.randn(3, 2, 2, T, D, dtype=HALF, device=DEVICE)
+        do = do[:, :1].expand_as(do)
+    elif how == "padded":
+        q, k, v = (y.contiguous() for y in (q, k, v))
+        mask = torch.ones(2, T, dtype=torch.bool, device=DEVICE)
+        mask[0, :5] = False
+    found = []
+    for impl, dtype in (("fused", HALF), ("reference", HALF), ("reference", torch.float64)):
+        leaves = [y.detach().to(dtype).requires_grad_() for y in (q, k, v)]
+        out = relpos.attention(*leaves, "none", impl=impl, key_padding_mask=mask)
+        found.append((out, *torch.autograd.grad(out, leaves, do.to(dtype))))
+    for ours, eager, exact in zip(*found, strict=True):
+        error, allowed = ((y.double() - exact).norm() for y in (ours, eager))
+        assert error <= 2 * allowed + 1e-6
+    assert described == [("backward_q", False), ("backward_k", False)]
+
+
 @pytest.mark.parametrize("spec", ["alibi", "t5", "fire", "inkling", "cable"])
 def test_nothing_to_attend(spec):
     """An empty batch, no queries, no tokens: gradients are zeros."""

@@ -193,6 +193,30 @@ _LONG: dict[tuple[str, int], tuple[int, Blocks]] = {
 }
 
 
+# Registers a thread, where tiles come by TMA and other than without: addresses take none.
+_TIGHT = {("backward_q", KNOTTED): 168}
+DESCRIBED = (64,)  # sizes of heads whose tiles come by TMA: for others it was not measured
+
+
+def _describable(call: _Call, *tensors: Tensor) -> bool:
+    """Whether the backward pass may have such tensors [B, H, T, D] walked by TMA, which Hopper and later have."""
+    if call.kind == BANK or call.flags["EXACT"] or call.flags["META"] or call.D not in DESCRIBED:
+        return False  # what is padded may hold anything, and must be left out by a mask
+    if call.q.is_cuda and not (torch.version.cuda and _capability(call.q.device) >= (9, 0)):
+        return False
+    fits = 16 // call.q.element_size()
+    strides = (n == 1 or (s > 0 and s % fits == 0) for x in tensors for n, s in zip(x.shape[:3], x.stride()[:3]))
+    return all(x.data_ptr() % 16 == 0 and x.numel() for x in tensors) and all(strides)
+
+
+def _described(x: Tensor, rows: int) -> Any:
+    """For tiles of so many rows."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = [x.shape[3] if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3])]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, x.shape[3]])
+
+
 def _blocks(kernel: str, q: Tensor, kind: int) -> Blocks:
     if kernel.startswith(("profile", "bank")):  # they see no tile of scores
         return _BLOCKS[kernel][0]
@@ -289,6 +313,8 @@ class _Call:
         flags."""
         blocks = self.blocks(kernel)
         *_, warps, stages, registers = blocks
+        if flags.get("TMA"):
+            registers = _TIGHT.get((kernel, self.tuned[0]), registers)
         options: dict[str, int] = {"num_warps": warps, "num_stages": stages}
         if registers and torch.version.cuda:
             options["maxnreg"] = registers
@@ -438,11 +464,14 @@ def _backward(do, q, k, v, out, lse, low, made, a, b, c, d, e, meta, docs, kind,
         shares = min(2 * _processors(q.device), max(1, SHARES // (4 * shape[0] * shape[1])))
         grid = (min(shares, -(-blocks // 2) * grid[1]), 1)  # a program takes two blocks at a time
         by_bank = lse.new_empty(grid[0], *shape)
-    (table, band, series), flags = _beside(call, beside, "backward_q", GRAD=grad, BIAS=summed)
+    tma = _describable(call, q, k, v, do)
+    keys = [_described(x, call.blocks("backward_q")[1]) if tma else x for x in (k, v)]
+    asked = {"GRAD": grad, "BIAS": summed, "TMA": tma}
+    (table, band, series), flags = _beside(call, beside, "backward_q", **asked)
     call.launch(
         "backward_q", grid,
-        [q, k, v, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, parts, bends, table, band],
-        [q, k, v, out, do, dq], [scale, call.reach, by_query.stride(-2), call.B, flags], GRAD=grad, BIAS=summed,
+        [q, *keys, out, low, do, lse, rows, delta, dq, by_query, by_gate, by_bank, pieces, parts, bends, table, band],
+        [q, k, v, out, do, dq], [scale, call.reach, by_query.stride(-2), call.B, flags], **asked,
     )  # fmt: skip
     grads: dict[int, Tensor] = {}
     if kind == BANK and wants & B_:  # while the shares are in the cache
@@ -451,11 +480,12 @@ def _backward(do, q, k, v, out, lse, low, made, a, b, c, d, e, meta, docs, kind,
                     [grads[B_], by_bank], [], [*by_bank.shape[:2], *b.shape])  # fmt: skip
     if dk is None:  # not before others have given back what they took for themselves
         dk, dv = like(k), like(v)
-    flags = _beside(call, beside, "backward_k", QM=QM)[1]
+    flags = _beside(call, beside, "backward_k", QM=QM, TMA=tma)[1]
+    of_q, of_do = (_described(x, of_keys[0]) if tma else x for x in (q, do))
     call.launch(
         "backward_k", (-(-call.Tk // of_keys[1]), call.B * k.shape[1]),
-        [q, k, v, do, rows, dk, dv, by_key, by_rate, bends, table, band, series], [q, k, v, do, dk, dv],
-        [scale, call.reach, flags], GRAD=grad and at_keys, QM=QM, SERIES=banded,
+        [of_q, k, v, of_do, rows, dk, dv, by_key, by_rate, bends, table, band, series], [q, k, v, do, dk, dv],
+        [scale, call.reach, flags], GRAD=grad and at_keys, QM=QM, SERIES=banded, TMA=tma,
     )  # fmt: skip
 
     inputs = [q, k, v, do, lse, delta]

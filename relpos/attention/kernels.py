@@ -47,6 +47,8 @@ Conventions
   float32 inputs do without: the detour costs their last digits.
 - Per-query vectors reach `_add_bias` in the shape of the tile ([BM, 1] or, TURNED, [1, BM]): one function serves both
   orientations.
+- With TMA the tiles that backward_q and backward_k walk are copied by the hardware, from a description of the tensor:
+  no thread keeps an address, which is worth some thirty registers. What lies beyond the tensor is zero.
 - No branch for the interpreter: what runs on a CPU with TRITON_INTERPRET=1 is what runs on the GPU.
 """
 
@@ -108,6 +110,7 @@ class Flags(NamedTuple):
     BAND: bool = False  # tiles on and next to the diagonal have their bias from `profile_band`
     SERIES: bool = False  # and the others psi from a series
     BIAS: bool = False  # sums of dQ and dO over the tokens are wanted
+    TMA: bool = False  # the tensors that are walked come as descriptions
 
 
 class Term(NamedTuple):
@@ -715,6 +718,25 @@ def _features(P, at, stride, ok, MASKED: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def _of_head(P, b, h, stride_b, stride_h, F: tl.constexpr):
+    """One head of a [B, H, tokens, features] tensor, as `_walked` takes it."""
+    if F.TMA:
+        return P, b.to(tl.int32), tl.cast(h, tl.int32)
+    else:
+        return P + b * stride_b + h * stride_h
+
+
+@triton.jit
+def _walked(P, at, a, stride, ok, MASKED: tl.constexpr, F: tl.constexpr):
+    """The tile of such a head that begins at the token `at`. Without TMA: rows `a` from P on."""
+    if F.TMA:
+        x, b, h = P
+        return tl.reshape(x.load([b, h, tl.cast(at, tl.int32), 0]), (a.numel, F.DP))
+    else:
+        return _features(P, a, stride, ok, MASKED, F)
+
+
+@triton.jit
 def _vector(P, at, size, other, MASKED: tl.constexpr):
     """P[at]; `other` beyond its size."""
     if MASKED:
@@ -980,7 +1002,8 @@ def _backward_q_tiles(
     # Of a bank the sums of rows, which it can do without, are left out: the registers are for dq's product, which runs
     # beside what comes next.
     SUMMED: tl.constexpr = F.KIND == BANK and F.GRAD and MODE != FAR
-    WALK: tl.constexpr = F.KIND == NONE or F.KNOTS > 0  # others have no registers left for it
+    WALK: tl.constexpr = not F.TMA and (F.KIND == NONE or F.KNOTS > 0)  # others have no registers left for it
+    STEP: tl.constexpr = not F.TMA and not WALK
     if WALK:
         K += tl.cast(begin, tl.int64) * k_t
         V += tl.cast(begin, tl.int64) * v_t
@@ -990,8 +1013,9 @@ def _backward_q_tiles(
     for n0 in range(begin, end, F.BN):
         j = n0 + n
         ok = j < klen
-        k = _features(K if WALK else K + tl.cast(n0, tl.int64) * k_t, n, k_t, ok, MASKED and not F.EVEN, F)
-        v = _features(V if WALK else V + tl.cast(n0, tl.int64) * v_t, n, v_t, ok, MASKED and not F.EVEN, F)
+        m = tl.cast(n0, tl.int64)
+        k = _walked(K + m * k_t if STEP else K, n0, n, k_t, ok, MASKED and not F.EVEN, F)
+        v = _walked(V + m * v_t if STEP else V, n0, n, v_t, ok, MASKED and not F.EVEN, F)
         if WALK:
             K += k_step
             V += v_step
@@ -1258,8 +1282,8 @@ def _own_queries(
         tile = _pairs(_zeros(F.BM, F.BN).to(q.dtype), F)
     sums = Sums(zero, zero, zero, zero, zero, _zeros(F.BM, F.RP), tile, zero, zero)
     pieces = Pieces(tl.cast(0, tl.int32), zero, zero, _zeros(4, F.PP), _zeros(4, F.PP))
-    K += b * k_b + (h // GROUP) * k_h
-    V += b * v_b + (h // GROUP) * v_h
+    K = _of_head(K, b, h // GROUP, k_b, k_h, F)
+    V = _of_head(V, b, h // GROUP, v_b, v_h, F)
     SK = t.b + b * t.k_b + h * Tk
     if F.HAS_FAR and F.CAUSAL:
         dq, sums, pieces = _backward_q_tiles(
@@ -1420,7 +1444,8 @@ def _backward_k_tiles(
     a = tl.arange(0, F.BM)
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
     part = _nowhere(begin)
-    WALK: tl.constexpr = not F.GATED  # gates leave no registers for it
+    WALK: tl.constexpr = not F.TMA and not F.GATED  # gates leave no registers for it
+    STEP: tl.constexpr = not F.TMA and not WALK
     Rows += tl.cast(begin, tl.int64) * F.WIDE
     if WALK:
         Q += tl.cast(begin, tl.int64) * q_t
@@ -1431,8 +1456,8 @@ def _backward_k_tiles(
     for m0 in range(begin, end, F.BM):
         mcol = q_off + m0
         m = tl.cast(m0, tl.int64)
-        q = _features(Q if WALK else Q + m * q_t, a, q_t, a < Tq - m0, not F.EVEN, F)
-        do = _features(DO if WALK else DO + m * do_t, a, do_t, a < Tq - m0, not F.EVEN, F)
+        q = _walked(Q + m * q_t if STEP else Q, m0, a, q_t, a < Tq - m0, not F.EVEN, F)
+        do = _walked(DO + m * do_t if STEP else DO, m0, a, do_t, a < Tq - m0, not F.EVEN, F)
         lse, delta, gi, si = _rows(Rows, a, Tq - m0, F)
         Rows += F.BM * F.WIDE
         if WALK:
@@ -1560,8 +1585,8 @@ def backward_k(
         if F.KIND == POTENTIAL or F.KIND == LOG:
             sj = tl.load(TB + b * t_k + h * Tk + j, mask=j < Tk, other=0.0)
             sref = tl.load(TB + b * t_k + h * Tk + n0)
-        Qh = Q + b * q_b + h * q_h
-        DOh = DO + b * do_b + h * do_h
+        Qh = _of_head(Q, b, h, q_b, q_h, F)
+        DOh = _of_head(DO, b, h, do_b, do_h, F)
         row = (b * H + h) * Tq
         key_sum = _zeros(F.BN, 4)
         rate_sum = _zeros(F.BN, 4)

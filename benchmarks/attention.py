@@ -298,6 +298,7 @@ def main() -> None:
     lengths, head_dims = ([int(n) for n in x.split(",")] for x in (options.lengths, options.head_dims))
     jobs = [(name, n, 64) for name in LONGEST if "Flex" in name for n in lengths if 1024 <= n <= LONGEST[name]]
     jobs += [(spec, 1024, d) for d in head_dims for spec in OURS]
+    jobs = [job for job in jobs if not only or job[0] in only or f"relpos {job[0]}" in only]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(compile_one, jobs, chunksize=1)
     global FLUSH

@@ -741,6 +741,21 @@ def test_compiles_whole(spec):
         torch.testing.assert_close(f, g)
 
 
+@pytest.mark.parametrize("spec", ["fire:width=4,length=10", "kerple"])
+def test_compiled_for_any_length(spec):
+    encoding = build(spec, heads=2, head_dim=64).to(DEVICE)
+    torch._dynamo.reset()
+
+    def call(q, k, v):
+        return relpos.attention(q, k, v, encoding, impl="fused")
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for T in (20, 33):
+        q, k, v = (torch.randn(2, 2, T, 64, device=DEVICE, dtype=HALF, requires_grad=True) for _ in range(3))
+        found = [torch.autograd.grad(f(q, k, v).float().square().sum(), (q, k, v)) for f in (compiled, call)]
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 def test_the_operator_is_well_formed():
     q, k, v = (torch.randn(1, 2, 9, 16, device=DEVICE, requires_grad=True) for _ in range(3))
     slopes = torch.rand(2, device=DEVICE, requires_grad=True)

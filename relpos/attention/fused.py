@@ -222,7 +222,7 @@ def _blocks(kernel: str, q: Tensor, kind: int) -> Blocks:
         return _BLOCKS[kernel][0]
     if q.dtype == torch.float32:  # tiles twice as large, and not fed to the tensor cores
         return (64, 32, 4, 1, 0) if kernel == "forward" and q.shape[-1] <= 64 and kind != BANK else (32, 32, 4, 1, 0)
-    large = q.shape[-1] > 64
+    large = bool(q.shape[-1] > 64)  # a compiled model may ask with sizes that are symbols
     length, blocks = _LONG.get((kernel, kind), (0, None))
     if blocks and not large and q.shape[2] >= length:
         return blocks
@@ -423,9 +423,8 @@ def _backward(do, q, k, v, out, lse, low, made, a, b, c, d, e, meta, docs, kind,
               scale, sure, wants, into=None, summed=False):  # fmt: skip
     """Gradients of q, k, v and a .. e. With `into` they are written there, also those of a bank's rows; with `summed`
     `_parts` come last."""
-    dq, dk, dv, d_rows = into or (like(q), None, None, None)
+    dq, dk, dv, d_rows = into or (like(q), like(k), like(v), None)
     if not q.numel():
-        dk, dv = (like(k), like(v)) if dk is None else (dk, dv)
         given = [torch.zeros_like(x) if wants >> n & 1 else lse.new_empty(0) for n, x in enumerate((a, b, c, d, e))]
         return (dq, dk.zero_(), dv.zero_(), *given, *([_parts(q, lse, kind, c).zero_()] if summed else []))
     call, beside = _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offset, scale, sure, made)
@@ -478,8 +477,6 @@ def _backward(do, q, k, v, out, lse, low, made, a, b, c, d, e, meta, docs, kind,
         grads[B_] = torch.empty_like(b)
         call.launch("bank_gradient", (-(-b.shape[1] * call.flags["RP"] // call.blocks("bank_gradient")[1]), 1),
                     [grads[B_], by_bank], [], [*by_bank.shape[:2], *b.shape])  # fmt: skip
-    if dk is None:  # not before others have given back what they took for themselves
-        dk, dv = like(k), like(v)
     flags = _beside(call, beside, "backward_k", QM=QM, TMA=tma)[1]
     of_q, of_do = (_described(x, of_keys[0]) if tma else x for x in (q, do))
     call.launch(

@@ -67,8 +67,8 @@ BLOCK = tl.constexpr(128)  # a multiple of every block of queries
 BITS = tl.constexpr(15)  # that hold the number of knots: there must be fewer
 MANY = tl.constexpr(1 << 15)
 NOWHERE = tl.constexpr(1 << 30)  # a distance that there is not
-FEW = tl.constexpr(8)  # tiles of a diagonal
-TOGETHER = tl.constexpr(1024)  # rows of tiles, and heads: `_row`
+FEW = tl.constexpr(8)  # tiles of a diagonal that a program takes
+TOGETHER = tl.constexpr(1024)  # about how many rows of tiles are handed out at once, and of how many heads at most
 MOST_HEADS = tl.constexpr(24)
 WAVES = tl.constexpr(16)  # columns of a profile's series: `_column`
 # Of tiles: any; beyond the reach of a table or bank.

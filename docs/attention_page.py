@@ -155,12 +155,15 @@ def how(m: Measured) -> str:
 
 
 def _earlier(rows: list[Row]) -> list[str]:
-    """Which lengths a file kept of another run."""
+    """Which lengths a file kept of another run, and of which rows where others of that length are new."""
     kept: dict[str, dict[str, None]] = {}
     for r in rows:
         if "commit" in r:
+            column = [x for x in rows if (x["length"], x["head_dim"]) == (r["length"], r["head_dim"])]
             size = "" if r["head_dim"] == 64 else f" and heads of {r['head_dim']}"
-            kept.setdefault(r["commit"], {})[f"{r['length']:,} tokens{size}"] = None
+            old = [shown(x["name"]) for x in column if x.get("commit") == r["commit"]]
+            which = "" if len(old) == len(column) else f" ({'; '.join(old)})"
+            kept.setdefault(r["commit"], {})[f"{r['length']:,} tokens{size}{which}"] = None
     return [f"\n- **Of an earlier run**, the kernels of commit {c[:7]}: {', '.join(w)}." for c, w in kept.items()]
 
 

@@ -612,7 +612,7 @@ def test_options_reach_the_encoding():
 
 # Encodings from outside
 
-OUTSIDE = '''
+OUTSIDE = """
 import torch
 from relpos.encodings import DistanceEncoding
 
@@ -627,7 +627,7 @@ class {name}(DistanceEncoding):
 
     def by_distance(self, d):
         return -self.weight * d.abs().sqrt().expand(self.heads, *d.shape)
-'''
+"""
 
 
 @pytest.fixture

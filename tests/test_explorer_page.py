@@ -98,7 +98,7 @@ def cell(page: Page, panel: str, i: int, j: int, length: int = LENGTH) -> None:
 
 
 def read(page: Page, kind: str, side: str = "a") -> float:
-    return float(page.locator(f'#readout tr[data-side={side}] td[data-kind={kind}]').get_attribute("data-value"))
+    return float(page.locator(f"#readout tr[data-side={side}] td[data-kind={kind}]").get_attribute("data-value"))
 
 
 def close(found: float, whole: torch.Tensor, i: int, j: int) -> None:

@@ -372,7 +372,6 @@ def test_two_sources_of_one_name_do_not_overwrite_each_other(tmp_path):
     written = figures.write([a, b], out=tmp_path, format="png")
     assert [p.name for p in written] == ["contact-sheet.png", "alibi.png", "alibi.npz", "alibi-2.png", "alibi-2.npz"]
 
-
     c = capture.from_spec("kerple", length=16)
     c.name = "alibi-2"
     written = figures.write([a, b, c], out=tmp_path, format="png")

@@ -767,6 +767,20 @@ def test_the_operator_is_well_formed():
     torch.library.opcheck(fused._attend, (packed, None, None, *arguments[3:], 2, 16, bias), test_utils=checks)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])
+def test_the_gradient_of_a_bias(dtype):
+    """Which is in q, k and v: of q the sum of its gradient, of k zero, of v the sum of the output's gradient."""
+    packed = torch.randn(2, 20, 4 * 16, device=DEVICE).to(dtype).requires_grad_()  # two heads of q, one of k, one of v
+    bias = torch.randn(4 * 16, device=DEVICE, requires_grad=True)
+    how = (*[None] * 9, fused.NONE, 0, True, 0, 0, 0.25, False, 2, 16, bias)
+    out, *_ = fused._attend(packed, *how)
+    do = torch.randn_like(out)
+    of_packed, of_bias = torch.autograd.grad(out, (packed, bias), do)
+    of_v = do.double().sum((0, 2)).sum(0)
+    truth = torch.cat([of_packed[..., :32].double().sum((0, 1)), torch.zeros_like(of_v), of_v])
+    torch.testing.assert_close(of_bias.double(), truth, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rank", [20, 64, 128])
 def test_banks_of_many_profiles(rank):
     """Whose tiles need the most shared memory."""

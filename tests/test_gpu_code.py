@@ -86,6 +86,16 @@ def test_attention(spec, head_dim, compiled, tmp_path):
     check(compiled, names, tmp_path)
 
 
+@pytest.mark.parametrize("spec", ["t5", "fire"])
+def test_a_single_token(spec, compiled, tmp_path):
+    """With tiles that come by TMA, ptxas broke down."""
+    terms, layout = terms_of(spec, 64, 1, 1)
+    q, k, v = (torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = fused.attend(q, k, v, terms, layout, 0.125)
+    out.backward(torch.zeros_like(out))
+    check([x for x in compiled if x[0] in ("backward_q", "backward_k")], ["backward_q", "backward_k"], tmp_path)
+
+
 @pytest.mark.parametrize("rank", [20, 128])
 def test_banks_of_many_profiles(rank, compiled, tmp_path):
     """With 20 profiles and 64 queries a tile, ptxas took predicates for an address."""

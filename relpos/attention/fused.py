@@ -30,7 +30,7 @@ LOG2E = math.log2(math.e)
 PROGRAMS = 1056  # enough to fill a large GPU several times over
 TILES = 16  # of a diagonal that are worth a program
 SHARES = 1 << 28  # bytes of the shares in which a bank's gradient is summed, at most
-BAND = 1 << 26  # bytes of a profile's bias near the diagonal, at most
+BAND = 1 << 26  # bytes of a profile's bias near the diagonal, at most: each layer keeps it for its backward pass
 KNOTS = 1 << 15  # of a profile there must be fewer, as BITS in kernels.py says
 WAVES = 16  # as in kernels.py
 PARTS = 32  # in which the sums over the pieces of a profile are taken
@@ -202,6 +202,8 @@ def _describable(call: _Call, *tensors: Tensor) -> bool:
     """Whether the backward pass may have such tensors [B, H, T, D] walked by TMA, which Hopper and later have."""
     if call.kind == BANK or call.flags["EXACT"] or call.flags["META"] or call.D not in DESCRIBED:
         return False  # what is padded may hold anything, and must be left out by a mask
+    if call.Tk == 1:
+        return False  # for a single key, which Triton takes for a constant, ptxas 12.8 breaks down
     if call.q.is_cuda and not (torch.version.cuda and _capability(call.q.device) >= (9, 0)):
         return False
     fits = 16 // call.q.element_size()
@@ -569,7 +571,8 @@ def _by_distance(x: Tensor, n: int) -> Tensor:
 
 def _diagonal_sums(call: _Call, inputs: list[Tensor], last: int) -> tuple[Tensor, int]:
     """dS summed by block diagonal, for distances up to `last`, [shares, H, diagonals, 2 n]; how many of the diagonals
-    lie before the main one."""
+    lie before the main one. Of FIRST queries it is laid out otherwise, and in part not written, as `profile_parts`
+    knows."""
     n, before, count, shares = _diagonals(call, last)
     out = inputs[4].new_empty(shares, call.H, count, 2 * n)
     call.launch("backward_distance", (count, call.H * shares), [*inputs, out], inputs[:4], [call.B, -before])

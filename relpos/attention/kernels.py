@@ -1224,7 +1224,7 @@ def _add_to_bank(ByBank, base, x, mix, most, F: tl.constexpr):
 @triton.jit
 def _store_sums(P, x, F: tl.constexpr):
     """The columns of x [BM, DP] summed up, as a product with ones: a sum across threads takes twice as long."""
-    ones = tl.full((16, F.BM), 1.0, x.dtype)
+    ones = tl.full((16, F.BM), 1.0, tl.float32).to(x.dtype)
     sums = tl.dot(ones, x, input_precision="ieee")
     e = tl.arange(0, F.DP)[None, :]
     tl.store(P + tl.broadcast_to(e, (16, F.DP)), sums, mask=(tl.arange(0, 16)[:, None] == 0) & (e < F.D))
@@ -1695,7 +1695,7 @@ def _distance_tiles(
 @triton.jit
 def _diagonals_of_first(t, B, Tq, q_off, diagonals, shares, n: tl.constexpr, F: tl.constexpr):
     """How many of the diagonals have FIRST queries, which only the device knows, and into how many shares the programs
-    that there are divide each: so many that none has more than a few tiles."""
+    that there are divide each: if they are enough, so many that none has more than a few tiles."""
     if F.META:
         return diagonals, shares
     else:

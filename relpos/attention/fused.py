@@ -355,11 +355,7 @@ def _sizes_made(q, k, a, b, c, meta, docs, kind, causal, window, q_offset) -> tu
     near = aligned and q.dtype != torch.float32 and meta is None and not q_offset and b.shape[0] == 1
     if not near or 4 * band > BAND:
         return [b.shape[0], H * Tk, 0, 0], 0
-    return [b.shape[0], H * Tk, band, a.numel() * _series_rows(Tk, n) * WAVES // 2], n
-
-
-def _series_rows(Tk: int, n: int) -> int:
-    return (-(-Tk // n) + 1) * n
+    return [b.shape[0], H * Tk, band, a.numel() * (-(-Tk // n) + 1) * n * WAVES // 2], n
 
 
 def _room(sizes: list[int]) -> list[int]:
@@ -380,12 +376,11 @@ def _calls(q, k, a, b, c, d, e, meta, docs, kind, origin, causal, window, q_offs
     count, table = parts[0].view(torch.int32), parts[1].view(d.shape[0], -1)
     call = _Call(REST, q, k, a, b, c, d, e, count, *how)
     band = series = None
-    blocks = -(-call.Tk // call.blocks("profile_table")[0])
     if n:
         band, series = parts[2].view(call.H, -1, 2, n, n), parts[3].view(q.dtype).view(a.numel(), -1, WAVES)
         call.flags["BAND"] = True
     if new:
-        grid = max(blocks + 1, b.shape[0]), call.H
+        grid = max(-(-call.Tk // call.blocks("profile_table")[0]) + 1, b.shape[0]), call.H
         call.launch("profile_table", grid, [table, q if series is None else series], [], [b.shape[0]])
         if band is not None:
             call.launch("profile_band", (band.shape[1], 2 * call.H), [band], [], [])

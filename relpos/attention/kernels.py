@@ -727,13 +727,15 @@ def _of_head(P, b, h, stride_b, stride_h, F: tl.constexpr):
 
 
 @triton.jit
-def _walked(P, at, a, stride, ok, MASKED: tl.constexpr, F: tl.constexpr):
-    """The tile of such a head that begins at the token `at`. Without TMA: rows `a` from P on."""
+def _walked(P, at, a, stride, ok, MASKED: tl.constexpr, WALK: tl.constexpr, F: tl.constexpr):
+    """The tile of such a head, of the tokens `a` from `at` on; where P walks along, it is there already."""
     if F.TMA:
         x, b, h = P
         return tl.reshape(x.load([b, h, tl.cast(at, tl.int32), 0]), (a.numel, F.DP))
-    else:
+    elif WALK:
         return _features(P, a, stride, ok, MASKED, F)
+    else:
+        return _features(P + tl.cast(at, tl.int64) * stride, a, stride, ok, MASKED, F)
 
 
 @triton.jit
@@ -1003,7 +1005,6 @@ def _backward_q_tiles(
     # beside what comes next.
     SUMMED: tl.constexpr = F.KIND == BANK and F.GRAD and MODE != FAR
     WALK: tl.constexpr = not F.TMA and (F.KIND == NONE or F.KNOTS > 0)  # others have no registers left for it
-    STEP: tl.constexpr = not F.TMA and not WALK
     if WALK:
         K += tl.cast(begin, tl.int64) * k_t
         V += tl.cast(begin, tl.int64) * v_t
@@ -1013,9 +1014,8 @@ def _backward_q_tiles(
     for n0 in range(begin, end, F.BN):
         j = n0 + n
         ok = j < klen
-        m = tl.cast(n0, tl.int64)
-        k = _walked(K + m * k_t if STEP else K, n0, n, k_t, ok, MASKED and not F.EVEN, F)
-        v = _walked(V + m * v_t if STEP else V, n0, n, v_t, ok, MASKED and not F.EVEN, F)
+        k = _walked(K, n0, n, k_t, ok, MASKED and not F.EVEN, WALK, F)
+        v = _walked(V, n0, n, v_t, ok, MASKED and not F.EVEN, WALK, F)
         if WALK:
             K += k_step
             V += v_step
@@ -1445,7 +1445,6 @@ def _backward_k_tiles(
     fj = tl.arange(0, F.BN).to(tl.float32)[:, None]
     part = _nowhere(begin)
     WALK: tl.constexpr = not F.TMA and not F.GATED  # gates leave no registers for it
-    STEP: tl.constexpr = not F.TMA and not WALK
     Rows += tl.cast(begin, tl.int64) * F.WIDE
     if WALK:
         Q += tl.cast(begin, tl.int64) * q_t
@@ -1456,8 +1455,8 @@ def _backward_k_tiles(
     for m0 in range(begin, end, F.BM):
         mcol = q_off + m0
         m = tl.cast(m0, tl.int64)
-        q = _walked(Q + m * q_t if STEP else Q, m0, a, q_t, a < Tq - m0, not F.EVEN, F)
-        do = _walked(DO + m * do_t if STEP else DO, m0, a, do_t, a < Tq - m0, not F.EVEN, F)
+        q = _walked(Q, m0, a, q_t, a < Tq - m0, not F.EVEN, WALK, F)
+        do = _walked(DO, m0, a, do_t, a < Tq - m0, not F.EVEN, WALK, F)
         lse, delta, gi, si = _rows(Rows, a, Tq - m0, F)
         Rows += F.BM * F.WIDE
         if WALK:

@@ -4,11 +4,12 @@ batch through the code of `relpos train`.
     python benchmarks/training_step.py --lengths 1024 --through-train --out results/training-step-h200.json
 
 The bare step is forward, backward, gradient clipping and fused AdamW on random tokens: tokens per second from the
-median step, peak memory as the allocator saw it. `--through-train` runs `train_in_memory` on a prepared folder of
-random tokens (the Trainer, the loader, metrics.jsonl; no checkpoint, no evaluation) and times every step from its end
-to the next one's; the bare step then starts from the weights it left. Both launch their kernels as CUDA graphs, the
-default of `relpos train` on one GPU. `train_ratio` compares the median steps;
-`train_mean_tokens_per_s` is over all steps, with the pauses in which every tenth reads the losses back.
+median step, peak memory as the allocator saw it. The peer in the same run is plain_gpt2.py, without any bias.
+`--through-train` runs `train_in_memory` on a prepared folder of random tokens (the Trainer, the loader, metrics.jsonl;
+no checkpoint, no evaluation) and times every step from its end to the next one's; the bare step then starts from the
+weights it left. All launch their kernels as CUDA graphs, the default of `relpos train` on one GPU. `train_ratio`
+compares the median steps; `train_mean_tokens_per_s` is over all steps, with the pauses in which every tenth reads the
+losses back.
 
 One process per model and length. They compile side by side, `--processes` at a time, run two steps, a few at a time for
 the sake of the GPU's memory, and wait with what they compiled. When all of one length are ready they are told, one
@@ -40,8 +41,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+PEER = "plain GPT-2"
 SPECS = (
-    "none,rope,alibi,cable,cable:form=unweighted,fox,t5,t5:form=clipped,kerple,sandwich,learned,sinusoidal,xpos,fire,"
+    f"{PEER},none,rope,alibi,cable,cable:form=unweighted,fox,t5,t5:form=clipped,kerple,sandwich,learned,sinusoidal,xpos,fire,"
     "inkling"
 )
 FIRST, WARM = 2, 10  # steps before a model is ready; steps of a training run that are not timed
@@ -68,7 +70,7 @@ class Job:
 
 def work(job: Job, conn: Any, tickets: Any, memory: Any) -> None:
     """Compile, say "ready", wait for the word, time, send the row."""
-    row: dict[str, Any] = {"encoding": job.spec, "length": job.length}
+    row: dict[str, Any] = {"encoding": job.spec, "length": job.length} | ({"peer": True} if job.spec == PEER else {})
     with contextlib.ExitStack() as ticket:
 
         def ready() -> None:
@@ -137,13 +139,21 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
 
     cuda = job.device == "cuda"
     torch.manual_seed(0)
+    peer = job.spec == PEER
     row: dict[str, Any] = {}
-    config = RelPosConfig.preset(job.size, encoding=job.spec, train_length=job.length)
+    config = RelPosConfig.preset(job.size, encoding="none" if peer else job.spec, train_length=job.length)
     if (getattr(config, "max_position_embeddings", None) or job.length) < job.length:
         job = replace(job, spec=f"{job.spec}{',' if ':' in job.spec else ':'}max_positions={job.length}")
         config = RelPosConfig.preset(job.size, encoding=job.spec, train_length=job.length)
         row["note"] = f"as `{job.spec}`"
-    model = RelPosForCausalLM(config).to(job.device).train()
+    if peer:
+        from plain_gpt2 import PlainGPT2
+
+        sizes = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+        model: torch.nn.Module = PlainGPT2(job.length, config.vocab_size, *sizes)
+    else:
+        model = RelPosForCausalLM(config)
+    model = model.to(job.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     compiled = torch.compile(model, mode="reduce-overhead") if cuda else model
     shape = (job.tokens // job.length, job.length)
@@ -173,7 +183,7 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
     optimizer.state.clear()  # made again by the next step
     settle()
     own = torch.cuda.memory_allocated() if cuda else 0
-    if job.data is None:
+    if job.data is None or peer:
         wait()
     else:
         times, trained = train(job, config.vocab_size, wait)

@@ -296,9 +296,11 @@ def training(folder: Path) -> str:
 
     rows = [[*quoted("nanoGPT, no bias", speeds), *[f"{given['peak_gib']}" for _ in lengths], ""]]
     rows += [[*quoted(name, found), *["-" for _ in lengths], ""] for name, found in given["others"].items()]
-    for spec in dict.fromkeys(r["encoding"] for r in f["rows"]):
-        row = [f"`{spec}`"]
+    beside = {r["length"]: r for r in f["rows"] if r.get("peer") and "error" not in r}
+    for spec in dict.fromkeys(r["encoding"] for r in sorted(f["rows"], key=lambda r: not r.get("peer"))):
         at = {r["length"]: r for r in f["rows"] if r["encoding"] == spec}
+        peer = any(r.get("peer") for r in at.values())
+        row = [f"{spec}, no bias" if peer else f"`{spec}`"]
         slow: dict[int, float | None] = {}  # times nanoGPT's time a token; infinite where memory is over
         for n in lengths:
             r, against = at.get(n), speeds.get(str(n))
@@ -307,24 +309,29 @@ def training(folder: Path) -> str:
                 slow[n] = None
                 continue
             of = r["tokens_per_s"] / against if against else 0.0
-            row.append(per_second(r["tokens_per_s"]) + (f" ({100 * of:.0f}%)" if of else ""))
+            shares = [of] if of else []
+            if n in beside and not peer and r.get("commit") == beside[n].get("commit"):
+                shares.append(r["tokens_per_s"] / beside[n]["tokens_per_s"])
+            said = ", ".join(f"{x:.0%}" for x in shares)
+            row.append(per_second(r["tokens_per_s"]) + (f" ({said})" if said else ""))
             if of:
                 slow[n] = 1 / of if r["peak_gib"] < given["peak_gib"] else float("inf")
         row += [f"{at[n]['peak_gib']:.1f}" if n in at and "error" not in at[n] else "-" for n in lengths]
-        rows.append([*row, met(slow, 1.0)])
+        rows.append([*row, "" if peer else met(slow, 1.0)])
     notes = [f"- {note}: {names}" for note, names in _notes(f["rows"]).items()]
     if "history" in f:
         notes.append(f"- {f['history']}.")
     head = ["", *[f"{n:,}" for n in lengths], *[f"GiB, {n:,}" for n in lengths], "met"]
     made = made_by([row.get("commit") for row in f["rows"]])
+    same = "; and of those of `benchmarks/plain_gpt2.py` in the same run" if beside else ""
     graphs = sorted(f"`{r['encoding']}` at {r['length']:,}" for r in f["rows"] if r.get("graphs"))
     if graphs and len(graphs) < len(f["rows"]):
         notes.append(f"- Launched as CUDA graphs, as `relpos train` does by now: {', '.join(graphs)}")
     return (
         f"### A training step\n\n`benchmarks/training_step.py` on one {f['machine']}, PyTorch "
-        f"{f['versions']['torch']}{made}: {f['what']}. Tokens per second (of nanoGPT's) by length, and peak memory. "
-        f"The rows marked as given were not measured here: they are figures given to us for the same kind of GPU, an "
-        f"{given['machine']} (`results/nanogpt-h200.json`). Target: nanoGPT's speed, in less memory than its "
+        f"{f['versions']['torch']}{made}: {f['what']}. Tokens per second by length (of nanoGPT's{same}), and peak "
+        f"memory. The rows marked as given were not measured here: they are figures given to us for the same kind of "
+        f"GPU, an {given['machine']} (`results/nanogpt-h200.json`). Target: nanoGPT's speed, in less memory than its "
         f"{given['peak_gib']} GiB.\n\n"
         + table(head, rows)
         + ("\n\n" + "\n".join(notes) if notes else "")

@@ -75,13 +75,16 @@ def test_training_rows_that_are_missing_slow_or_failed(folder):
         {"encoding": "t5", "length": 512, "tokens_per_s": 400e3, "peak_gib": 14.0, "note": "timed in a hurry"},
         {"encoding": "fire", "length": 512, "error": "OutOfMemoryError: no"},
     ]
-    change(folder / "training-step-h200.json", lambda value: value.update(rows=rows))
+    peer = {"encoding": "plain GPT-2", "peer": True, "length": 4096, "tokens_per_s": 300e3, "peak_gib": 18.0}
+    change(folder / "training-step-h200.json", lambda value: value.update(rows=[*rows, peer]))
     text = attention_page.page(folder)
 
     def row(begins: str) -> str:
         return line(text, "A training step", begins)
 
     assert row("`rope`").endswith("| yes |") and "| 530k (102%) |" in row("`rope`")
+    assert "| 390k (101%, 130%) |" in row("`rope`")  # beside the peer of the same run, where there is one
+    assert row("plain GPT-2, no bias") == "| plain GPT-2, no bias | - | - | 300k (78%) | - | - | 18.0 |  |"
     assert row("`fox`").endswith("| no, at 512 |")  # fast, but in too much memory
     assert row("`t5`").endswith("| no, at 512 |") and "- Timed in a hurry: `t5` at 512" in text
     assert "| failed |" in row("`fire`") and "Failed: OutOfMemoryError: no: `fire` at 512" in text

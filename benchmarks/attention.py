@@ -351,7 +351,7 @@ def main() -> None:
                 )
                 if options.out:  # after every row: a run that is stopped keeps what it measured
                     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-                    Path(options.out).write_text(json.dumps(result, indent=1))
+                    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

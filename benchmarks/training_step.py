@@ -134,6 +134,7 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
     """The bare step, and where asked for the training, each compiled before `ready` and timed after it."""
     import torch
     from torch._dynamo.utils import counters
+    from torch.nn.attention import SDPBackend
 
     from relpos.models import RelPosConfig, RelPosForCausalLM
 
@@ -151,6 +152,9 @@ def compare(job: Job, ready: Callable[[], None], settle: Callable[[], None]) -> 
 
         sizes = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
         model: torch.nn.Module = PlainGPT2(job.length, config.vocab_size, *sizes)
+        x = torch.empty(1, sizes[2], job.length, sizes[0] // sizes[2], device=job.device, dtype=torch.bfloat16)
+        x.requires_grad_()
+        row["note"] = f"PyTorch chose {SDPBackend(torch._fused_sdp_choice(x, x, x, is_causal=True)).name}"
     else:
         model = RelPosForCausalLM(config)
     model = model.to(job.device).train()

@@ -24,6 +24,8 @@ def _call(function: Callable[..., None], arguments: tuple[Any, ...], environment
     torch.set_num_threads(1)
     try:
         function(*arguments)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # the first to end takes along the store, which others may still read
     except BaseException:
         traceback.print_exc()
         raise

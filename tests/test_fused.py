@@ -7,10 +7,14 @@ On a GPU the kernels run at real sizes. Elsewhere Triton's interpreter runs the 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import bfloat16
 import pytest
 import torch
 from cases import CASES, Case
+from children import together
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
@@ -912,6 +916,60 @@ def test_checkpointing_and_autocast():
         assert torch.equal(f, g)
     with torch.autocast(DEVICE, HALF):
         assert call(q, k, v).dtype == HALF
+
+
+def _losses(how: str, spec: str) -> list[float]:
+    """Of two steps: in one process, or with the batch divided over those there are."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, world = (0, 1) if how == "alone" else (dist.get_rank(), dist.get_world_size())
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 60}
+    model = RelPosForCausalLM(RelPosConfig.preset("nano", spec, impl="fused", **sizes)).to(DEVICE).train()
+    if how == "replicated":
+        model = DistributedDataParallel(model)
+    if how == "sharded":
+        for block in model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(2):
+        ids = torch.randint(60, (2, 17), generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        mine = ids.view(world, -1, 17)[rank]
+        loss = model(input_ids=mine, labels=mine).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(total)
+        losses.append(total.item() / world)
+    return losses
+
+
+def _divided(folder: Path, specs: list[str]) -> None:
+    import torch.distributed as dist
+
+    fused.PROGRAMS = 64
+    dist.init_process_group("nccl" if GPU else "gloo")
+    found = {f"{how} {spec}": _losses(how, spec) for how in ("replicated", "sharded") for spec in specs}
+    if dist.get_rank() == 0:
+        (folder / "losses.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_in_several_processes(tmp_path):
+    """Under DistributedDataParallel and fully_shard, which divides the parameters of encodings too."""
+    specs = ["fire:width=4,length=9", "kerple"]
+    together(_divided, tmp_path, specs, folder=tmp_path, processes=1 if GPU else 2, gpu=GPU)
+    found = json.loads((tmp_path / "losses.json").read_text())
+    alone = {spec: _losses("alone", spec) for spec in specs}
+    assert found == {name: pytest.approx(alone[name.partition(" ")[2]], rel=1e-5) for name in found}
+    assert len(found) == 2 * len(specs) and all(losses[0] != losses[1] for losses in alone.values())
 
 
 def test_it_says_why_it_cannot():

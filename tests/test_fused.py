@@ -8,6 +8,7 @@ On a GPU the kernels run at real sizes. Elsewhere Triton's interpreter runs the 
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 
 import bfloat16
@@ -916,6 +917,26 @@ def test_checkpointing_and_autocast():
         assert torch.equal(f, g)
     with torch.autocast(DEVICE, HALF):
         assert call(q, k, v).dtype == HALF
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "warp", "capability", "said"),
+    [
+        ("13.0", None, 32, (7, 5), "8.0"), ("13.0", None, 32, (9, 0), None),
+        (None, "7.0", 32, (11, 0), "RDNA"), (None, "7.0", 64, (9, 4), None),
+    ],
+)  # fmt: skip
+def test_gpus_that_cannot_run_them(cuda, hip, warp, capability, said, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(fused, "_properties", lambda device: types.SimpleNamespace(warp_size=warp))
+    monkeypatch.setattr(fused, "_capability", lambda device: capability)
+    torch._dynamo.reset()
+    found = fused._unfit()
+    assert found is None if said is None else said in found
+    traced = torch.compile(lambda x: x + len(fused._unfit() or ""), backend="eager", fullgraph=True)
+    assert traced(torch.zeros(())) == len(found or "")
 
 
 def _losses(how: str, spec: str) -> list[float]:

@@ -31,7 +31,7 @@ PROGRAMS = 1056  # enough to fill a large GPU several times over
 TILES = 16  # of a diagonal that are worth a program
 SHARES = 1 << 28  # bytes of the shares in which a bank's gradient is summed, at most
 BAND = 1 << 26  # bytes of a profile's bias near the diagonal, at most: each layer keeps it for its backward pass
-KNOTS = 1 << 14  # of a profile there must be fewer: a tile of Triton has at most 2^20 numbers, a sum of `PARTS` 64 KNOTS
+KNOTS = 1 << 14  # of a profile there must be fewer: a sum over `PARTS` takes 64 KNOTS, a tile of Triton 2^20 at most
 WAVES = 16  # as in kernels.py
 PARTS = 32  # in which the sums over the pieces of a profile are taken
 NONE, SLOPE, POTENTIAL, LOG, PROFILE, DISTANCE, BANK = range(7)  # as in kernels.py
@@ -80,12 +80,19 @@ def transformed() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _too_old() -> bool:
-    """Whether the current GPU is older than Triton supports; some kernels would compute wrong gradients there."""
-    return bool(torch.version.cuda) and _capability(torch.cuda.current_device()) < (8, 0)
+def _unfit() -> str | None:
+    """Why the kernels cannot run on the current GPU; None if they can."""
+    device = torch.cuda.current_device()
+    if torch.version.hip:
+        narrow = _properties(device).warp_size < 64
+        return "Triton does not compile its kernels for AMD's RDNA GPUs, only for CDNA" if narrow else None
+    # On older ones than Triton supports some kernels would compute wrong gradients.
+    old = bool(torch.version.cuda) and _capability(device) < (8, 0)
+    return "it needs a GPU of compute capability 8.0 (Ampere) or later" if old else None
 
 
 _capability = functools.cache(torch.cuda.get_device_capability)
+_properties = functools.cache(torch.cuda.get_device_properties)
 
 
 def obstacle(
@@ -96,8 +103,8 @@ def obstacle(
         return "Triton is not installed"
     if not q.is_cuda and not interpreted():
         return f"it needs a CUDA GPU, and q is on {q.device.type} (TRITON_INTERPRET=1 runs the kernels slowly on a CPU)"
-    if q.is_cuda and _too_old():
-        return "it needs a GPU of compute capability 8.0 (Ampere) or later"
+    if q.is_cuda and (unfit := _unfit()):
+        return unfit
     if transformed():
         return "torch.func and forward-mode derivatives have no rule for its kernels"
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -138,10 +145,9 @@ def unsupported(terms: list[Term], layout: Layout, *, rescores: bool = False) ->
     return None
 
 
-@functools.cache
 def _processors(device: torch.device) -> int:
     """On which programs run side by side."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return _properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache
@@ -149,7 +155,7 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may have: 227 KB on an H200, 99 on many smaller GPUs."""
     if device.type != "cuda":
         return 1 << 18
-    found = torch.cuda.get_device_properties(device)
+    found = _properties(device)
     return getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block
 
 

@@ -130,8 +130,10 @@ def main() -> int:
     if missing:
         print(f"not run to the end: {len(missing)}, {missing[0]} and so on")
     if log and (clean or not under):
+        bad = {test for what, test, _ in found if what in ("failed", "lost")}
+        good = {test for what, test, _ in found if what in ("passed", "skipped")} - bad
         with log.open("a", encoding="utf-8") as file:
-            file.writelines(f"{test}\n" for what, test, _ in found if what in ("passed", "skipped"))
+            file.writelines(f"{test}\n" for test in sorted(good))
     count = {what: sum(x == what for x, *_ in found) for what in ("passed", "failed", "skipped", "lost")}
     print(f"{count['passed']} passed, {count['failed'] + count['lost']} failed, {count['skipped']} skipped")
     return int(bool(count["failed"] or count["lost"] or missing or not clean or not (every or passed)))

@@ -3,11 +3,13 @@ every other way to compute the same numbers against the reference."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import CASES, HEAD_DIM, Case
@@ -140,6 +142,49 @@ def test_blockwise_under_autocast(small_blocks):
         found[impl] = gradients(out, leaves)
     for name in leaves:
         torch.testing.assert_close(found["blockwise"][name], found["reference"][name], rtol=0.05, atol=0.02)
+
+
+@distinct
+def test_autocast_without_gradients(case, small_blocks):
+    """Sums that are to stay float32 must not go into a product that autocast rounds."""
+    encoding, inputs = make(case, H, dtype=torch.float32), Inputs(H, 40, dtype=torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        plain, auto, blocks = (attention(case, encoding, inputs, impl=x) for x in ("reference", "auto", "blockwise"))
+    assert plain.dtype == auto.dtype == blocks.dtype == torch.bfloat16
+    torch.testing.assert_close(auto, plain)
+    torch.testing.assert_close(blocks, plain)
+
+
+@distinct
+def test_no_text_no_query_no_key(case):
+    encoding = make(case, H, dtype=torch.float32)
+    for B, Tq, Tk in ((0, 5, 5), (2, 0, 5), (2, 0, 0)):
+        for impl, dtype, grad in itertools.product(
+            ("auto", "reference", "blockwise"), (torch.float32, torch.bfloat16), (False, True)
+        ):
+            q, k, v = (torch.randn(B, H, T, HEAD_DIM, dtype=dtype).requires_grad_(grad) for T in (Tq, Tk, Tk))
+            hidden = torch.randn(B, Tk, H * HEAD_DIM)
+            out = relpos.attention(q, k, v, encoding, hidden=hidden, impl=impl)
+            assert out.shape == q.shape and out.dtype == dtype
+            if grad:
+                out.sum().backward()
+                assert all(x.grad is not None and not x.grad.any() for x in (q, k, v))
+    q = torch.randn(1, H, 0, HEAD_DIM)
+    k = torch.randn(1, H, 3, HEAD_DIM)
+    out, weights = relpos.attention(q, k, k, encoding, hidden=torch.randn(1, 3, H * HEAD_DIM), return_weights=True)
+    assert out.shape == q.shape and weights.shape == (1, H, 0, 3)
+
+
+def test_a_matrix_longer_than_any_number():
+    with pytest.raises(UserError, match="too large for this machine"):
+        relpos.bias_matrix("alibi", 10**30)
+
+
+def test_numbers_of_numpy():
+    inputs = Inputs(H, 6, dtype=torch.float32)
+    q, k, v = inputs.q[:, :, :3], inputs.k, inputs.v
+    found = relpos.attention(q, k, v, "alibi", q_offset=np.int64(2), window=np.int32(4), scale=np.float32(0.5))
+    assert torch.equal(found, relpos.attention(q, k, v, "alibi", q_offset=2, window=4, scale=0.5))
 
 
 def test_blockwise_memory_is_linear():
@@ -492,6 +537,13 @@ def test_values_of_another_dtype_without_gradients():
             close(out, relpos.attention(inputs.q, inputs.k, inputs.v.double(), "alibi", impl="reference"))
 
 
+def test_explain_knows_that_a_window_may_show_all():
+    q = torch.randn(1, 4, 64, 16)
+    with torch.no_grad():
+        assert relpos.explain(q, q, q, "alibi", window=64) == relpos.explain(q, q, q, "alibi")
+        assert relpos.explain(q, q, q, "alibi", window=63) != relpos.explain(q, q, q, "alibi")
+
+
 def test_explain_takes_the_arguments_of_attention():
     inputs = Inputs(4, 6, dtype=torch.float32)
     assert relpos.explain(inputs.q, inputs.k, inputs.v, "alibi", scale=0.3, window=3)[0] in ("reference", "blockwise")
@@ -524,6 +576,8 @@ def test_bad_input():
     bad(r"q must be \[B,H,Tq,D\]", q=x(4, 6, 8))
     bad(r"q must be \[B,H,Tq,D\]", q=x(8))
     bad("q, k and v must be tensors, not list", q=[1.0])
+    tiny = x(2, 4, 6, 8).to(torch.float8_e5m2)
+    bad("16 bits or more, not torch.float8_e5m2", q=tiny, k=tiny, v=tiny)
     bad("floating point type, not torch.int64", q=x(2, 4, 6, 8).long(), k=x(2, 4, 6, 8).long())
     bad("q is torch.float32 and k is torch.float64", k=x(2, 4, 6, 8).double())
     bad("do not fit together", k=x(2, 4, 6, 7))

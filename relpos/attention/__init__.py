@@ -12,6 +12,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,10 +81,10 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with q and k already rotated. q [B,H,Tq,D], k and v [B,Hkv,Tk,D]. `packed`: all three in one tensor, where
     they are neither rotated nor cached."""
-    scale = _scale_of(scale, q)
-    if layout.window is not None and layout.window >= layout.Tk and layout.positions is None:
-        layout = replace(layout, window=None)  # it shows all, and is cheaper not asked
+    scale, layout = _scale_of(scale, q), _needed(layout)
     how, _ = choose(impl, q, k, v, terms, layout, rescores=rescore is not None, return_weights=return_weights)
+    if how != "fused" and not q.shape[0] * q.shape[2] * k.shape[2]:
+        return _nothing(q, k, v, terms, return_weights)
     if how == "reference":
         out, weights = reference.attend(q, k, v, terms, layout, scale, rescore)
         return (out, weights) if return_weights else out
@@ -92,12 +93,36 @@ def attend(
     return fused.attend(q, k, v, terms, layout, scale, packed)
 
 
+def _needed(layout: Layout) -> Layout:
+    """A window that shows all is cheaper not asked."""
+    if layout.window is not None and layout.window >= layout.Tk and layout.positions is None:
+        return replace(layout, window=None)
+    return layout
+
+
+def _nothing(
+    q: Tensor, k: Tensor, v: Tensor, terms: list[Term], return_weights: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Where there is no text, no query or no key: zeros, of which everybody has a gradient."""
+    given = [q, k, v, *(x for term in terms for x in vars(term).values() if isinstance(x, Tensor))]
+    zero = sum(x.flatten()[:0].sum() for x in given if x.is_floating_point())
+    out = (v.new_zeros(*q.shape[:3], v.shape[-1]) + zero).to(v.dtype)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return (out, out.new_zeros(*q.shape[:3], k.shape[2], dtype=wide)) if return_weights else out
+
+
 def _scale_of(scale: float | None, q: Tensor) -> float:
     if scale is None:
         return q.shape[-1] ** -0.5
+    scale = _plain(scale)
     if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 0 < scale < math.inf:
         raise UserError(f"scale must be a number above 0, not {scale!r}")
     return scale
+
+
+def _plain(x: Any) -> Any:
+    """A number of NumPy's as one of Python's."""
+    return x.item() if isinstance(x, np.generic) else x
 
 
 def prepare(
@@ -144,6 +169,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if not all(x.is_floating_point() for x in (q, k, v)):
         raise UserError(f"q, k and v must be of a floating point type, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if any(x.dtype.itemsize < 2 for x in (q, k, v)):
+        raise UserError(f"q, k and v must have 16 bits or more, not {q.dtype}, {k.dtype}, {v.dtype}: convert them")
     if q.dtype != k.dtype and not torch.is_autocast_enabled(q.device.type):
         raise UserError(f"q is {q.dtype} and k is {k.dtype}: convert one of them")
 
@@ -279,7 +306,7 @@ def explain(
     _refuse(sinks, softcap, dropout)
     q, k, terms, layout, rescore = _ready(q, k, v, encoding, hidden, state, **where)
     _scale_of(scale, q)
-    return choose(impl, q, k, v, terms, layout, rescores=rescore is not None, return_weights=return_weights)
+    return choose(impl, q, k, v, terms, _needed(layout), rescores=rescore is not None, return_weights=return_weights)
 
 
 def _ready(
@@ -312,6 +339,7 @@ def _ready(
     )  # fmt: skip
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
+    where = {name: _plain(x) for name, x in where.items()}
     layout = Layout(Tq=q.shape[2], Tk=k.shape[2], device=q.device, positions=positions, **where)
     _check(q, k, v, encoding, layout)
     if layout.key_padding_mask is not None:
@@ -367,7 +395,7 @@ def bias_matrix(
             raise UserError(f"{name} holds NaN")
     try:
         return _matrix(encoding, length, hidden, q, k, causal)
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, OverflowError, RuntimeError) as error:
         if too_large(error):
             raise UserError(f"a matrix of {length} x {length} for each head is too large for this machine") from error
         raise

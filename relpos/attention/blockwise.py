@@ -89,9 +89,12 @@ class Blocks(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, *others)
         kind = q.device.type
         ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        out = v.new_empty(*q.shape[:3], v.shape[-1])
+        out = None
         for rows, keys in blocks:
-            out[:, :, rows] = work.block(q[:, :, rows], k[:, :, :keys], v[:, :, :keys], (rows, keys))
+            part = work.block(q[:, :, rows], k[:, :, :keys], v[:, :, :keys], (rows, keys))
+            out = part.new_empty(*q.shape[:3], v.shape[-1]) if out is None else out  # autocast chooses its dtype
+            out[:, :, rows] = part
+        assert out is not None
         return out
 
     @staticmethod

@@ -25,7 +25,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, terms: list[Term], layout: Layout) -
     """Whether a call is one for this file."""
     if q.device.type != "cpu" or not layout.plain or not layout.causal or layout.window is not None:
         return False
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # which would round what is to stay float32
         return False
     offset = layout.Tk - layout.Tq if layout.q_offset is None else layout.q_offset
     if not isinstance(offset, int) or q.dtype == torch.float16:

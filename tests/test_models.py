@@ -12,7 +12,7 @@ from cases import CASES, Case
 from torch import Tensor
 from transformers import DynamicCache
 
-from relpos import RelPosConfig, RelPosForCausalLM, RelPosForMaskedLM
+from relpos import RelPosConfig, RelPosForCausalLM, RelPosForMaskedLM, UserError
 from relpos.models.cache import RelPosCacheLayer, adopt
 from relpos.terms import Layout
 
@@ -75,6 +75,46 @@ def decode(
 
 def close(a: Tensor, b: Tensor, tolerance: float = 2e-5) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@EACH
+@torch.no_grad()
+def test_a_prompt_in_pieces_keeps_its_mask(case: Case) -> None:
+    """What is padding is not all told by the first piece."""
+    model, ids = gpt(case.spec), tokens(1, 12)
+    mask = torch.ones_like(ids)
+    mask[0, 7:9] = 0
+    asked = dict(attention_mask=mask, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    whole, pieces = (
+        model.generate(ids, **asked, output_logits=True, prefill_chunk_size=size).logits for size in (None, 4)
+    )
+    if not case.by_length:
+        close(torch.stack(pieces), torch.stack(whole))
+
+
+@torch.no_grad()
+def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
+    model, ids = gpt("learned:max_positions=10"), tokens(1, 8)
+    last = []
+    for refused in (False, True):
+        cache = DynamicCache()
+        model(ids[:, :4], past_key_values=cache, position_ids=torch.arange(4)[None])
+        if refused:
+            with pytest.raises(UserError, match="needs 11"):
+                model(ids[:, 4:], past_key_values=cache, position_ids=torch.arange(7, 11)[None])
+        last.append(model(ids[:, 4:6], past_key_values=cache, position_ids=torch.arange(4, 6)[None]).logits)
+    close(*last)
+
+
+@torch.no_grad()
+def test_padding_takes_no_places_of_a_table() -> None:
+    model, ids = gpt("learned:max_positions=10"), tokens(1, 16)
+    mask = torch.ones_like(ids)
+    mask[:, :6] = 0
+    close(model(ids, attention_mask=mask).logits[:, 6:], model(ids[:, 6:]).logits)
+    mask[:, 5] = 1
+    with pytest.raises(UserError, match="needs 11"):
+        model(ids, attention_mask=mask)
 
 
 @EACH
@@ -389,8 +429,6 @@ def test_grouped_query_heads() -> None:
 
 @torch.no_grad()
 def test_attentions_and_hidden_states() -> None:
-    from relpos.errors import UserError
-
     model, ids = gpt("cable"), tokens(2, T)
     out = model(ids, output_attentions=True, output_hidden_states=True)
     assert len(out.attentions) == 2 and out.attentions[0].shape == (2, 4, T, T)

@@ -221,6 +221,26 @@ def test_labels_of_any_integer_dtype_and_texts_of_one_token() -> None:
     for dtype in (torch.int32, torch.int16):
         assert model(IDS, labels=IDS.to(dtype)).loss == model(IDS, labels=IDS).loss
     assert model.token_losses(IDS[:, :1]).shape == (2, 0)
+    for dtype in (torch.uint8, torch.int16):
+        assert torch.equal(model(IDS.to(dtype)).logits, model(IDS).logits)
+
+
+@torch.no_grad()
+def test_token_losses_of_a_head_with_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear):
+            super().__init__()
+            self.base, self.more, self.weight, self.bias = base, nn.Linear(48, V), base.weight, base.bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.more(x)
+
+    monkeypatch.setattr("relpos.models.gpt.TOKENS", 7)
+    model = shake(gpt())
+    model.lm_head = Adapted(model.lm_head)
+    expected = nn.functional.cross_entropy(model(IDS).logits[:, :-1].transpose(1, 2), IDS[:, 1:], reduction="none")
+    torch.testing.assert_close(model.token_losses(IDS), expected)
+    assert model.token_losses(IDS[:, :1]).shape == (2, 0)
 
 
 def test_another_encoding_in_place_of_the_stock_one() -> None:

@@ -49,8 +49,11 @@ class Learned(Encoding):
 
     def checks(self, layout: Layout, dtype: torch.dtype) -> None:
         super().checks(layout, dtype)
-        # Packed documents and explicit positions say nothing about the largest position without reading values.
-        if layout.cu_seqlens is None and layout.positions is None and layout.Tk > self.max_positions:
+        # Packed documents, explicit positions and padding say nothing of the largest position without reading values,
+        # which `embed` does where it is cheap; on a GPU better no padding than an index that stops the process.
+        mask = layout.key_padding_mask
+        seen = mask is not None and mask.device.type == "cpu" and not torch.compiler.is_compiling()
+        if layout.cu_seqlens is None and layout.positions is None and not seen and layout.Tk > self.max_positions:
             raise self._too_long(layout.Tk)
 
     def embed(self, positions: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ def embedded(model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None)
     if input_ids is not None:
         hint = ": is the text from another tokenizer?"
         check_range("token", input_ids, model.config.vocab_size, "the vocabulary", hint)
+        input_ids = input_ids.int() if input_ids.dtype not in (torch.int32, torch.int64) else input_ids
     hidden = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     if hidden.shape[-1] != model.config.hidden_size:
         raise UserError(f"inputs_embeds have {hidden.shape[-1]} features and the model {model.config.hidden_size}")

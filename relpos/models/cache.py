@@ -70,7 +70,7 @@ class RelPosCacheLayer(DynamicLayer):
 
 def adopt(cache: Cache, layers: int) -> Cache:
     """Put our layers into an empty dynamic cache, in place. Any other kind of cache is an error."""
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
         raise UserError(f"past_key_values must be a Cache such as transformers.DynamicCache(), not {type(cache)}")
     for index in range(layers):
         if index >= len(cache.layers):

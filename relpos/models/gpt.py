@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,6 +25,8 @@ from relpos.models.layers import MLP, Attention
 from relpos.models.loss import chunked_loss, plain_loss, shifted, token_losses
 from relpos.models.norm import Owing, add_norm, owing
 from relpos.models.positions import Encodings, Plan, layout_of
+
+TOKENS = 1024  # whose logits `token_losses` holds at once where the head is no plain one
 
 
 class GPTBlock(GradientCheckpointingLayer):
@@ -215,8 +218,13 @@ class RelPosForCausalLM(RelPosGPT, GenerationMixin):
     @torch.no_grad()
     def token_losses(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """Loss of every token given those before it, float32 [B, T - 1], without ever holding all logits."""
-        hidden = self.model(input_ids, use_cache=False, **inputs).last_hidden_state
-        return token_losses(hidden[:, :-1], self.lm_head.weight, self.lm_head.bias, input_ids[:, 1:])
+        hidden = self.model(input_ids, use_cache=False, **inputs).last_hidden_state[:, :-1]
+        targets = input_ids[:, 1:]
+        if type(self.lm_head) is nn.Linear:
+            return token_losses(hidden, self.lm_head.weight, self.lm_head.bias, targets)
+        pairs = zip(hidden.split(TOKENS, 1), targets.long().split(TOKENS, 1), strict=True)
+        logits = ((self.lm_head(h).float().transpose(1, 2), t) for h, t in pairs)
+        return torch.cat([F.cross_entropy(x, t, reduction="none") for x, t in logits], 1)
 
     # Generation.
 
@@ -243,11 +251,13 @@ class RelPosForCausalLM(RelPosGPT, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        # generate makes a mask of ones where nobody gave one. Outside the compiled forward we may look, once per text.
+        # generate makes a mask of ones where nobody gave one. Outside the compiled forward we may look, once a text or
+        # piece of it: what is generated, one token after the other, is no padding.
         mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
         if mask is not None:
-            first = is_first_iteration or not hasattr(cache, "unpadded")
-            unpadded = bool(mask.all()) if first else cache.unpadded
+            new = next(x for x in (inputs.get("inputs_embeds"), inputs.get("input_ids")) if x is not None)
+            look = is_first_iteration or new.shape[1] > 1 or not hasattr(cache, "unpadded")
+            unpadded = bool(mask.all()) if look else cache.unpadded
             if cache is not None:
                 cache.unpadded = unpadded
             inputs["attention_mask"] = None if unpadded else mask

@@ -85,7 +85,8 @@ def _positions(
 ) -> Tensor | None:
     """Explicit positions of all keys [1 or B, past + T]; None where positions are simply counted."""
     head = None if cache is None else cache.layers[0]
-    known = None if head is None else head.positions
+    # A call that was refused may have left more of them than there are keys.
+    known = head.positions[:, :past] if past and head is not None and head.positions is not None else None
     if given is None and known is None:
         return None
     if given is None:

@@ -307,6 +307,32 @@ def test_killed_preparation_goes_on(tmp_path):
     assert sorted(decoded(resumed) + decoded(resumed, "validation")) == sorted(texts)
 
 
+def test_a_kill_before_the_index(tmp_path, monkeypatch):
+    """All that was asked for is there then, and no document more comes in."""
+    (tmp_path / "t.txt").write_text("\0".join(corpus(300)))
+    options = dict(max_tokens=5000, shard_tokens=1000, validation=0.1, workers=1)
+    whole = prepare(str(tmp_path / "t.txt"), tmp_path / "whole", "bytes", **options)
+    module = sys.modules["relpos.data.prepare"]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "_finish", stop)
+        prepare(str(tmp_path / "t.txt"), tmp_path / "d", "bytes", **options)
+    assert prepare(str(tmp_path / "t.txt"), tmp_path / "d", "bytes", **options).index == whole.index
+
+
+def test_a_tokenizer_beside_another(tmp_path):
+    tokenizer.load("bpe:300", corpus(50)).save(tmp_path / "tok")
+    tokenizer.load("bpe:400", corpus(50)).save(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "tokenizer.json", tmp_path / "tok" / "other.json")
+    (tmp_path / "t.txt").write_text("\0".join(corpus(20)))
+    data = prepare(str(tmp_path / "t.txt"), tmp_path / "d", str(tmp_path / "tok" / "other.json"), validation=0.0)
+    data.verify()
+    assert data.vocab_size == 400 and decoded(data) == corpus(20)
+
+
 def test_preparing_again_and_over(tmp_path):
     (tmp_path / "t.txt").write_text("hello\0world")
     first = prepare(str(tmp_path / "t.txt"), tmp_path / "d", "bytes", validation=0.0)

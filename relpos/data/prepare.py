@@ -438,11 +438,12 @@ def _run(source: sources.Source, folder: Path, request: dict[str, Any], workers:
     end_of_text = np.asarray([eot], dtype=np.uint32)
     before = np.cumsum([0, *[unit.size for unit in source.units]])
     began, tokens_then = time.monotonic(), state.tokens
-    full = False
+    most = request["max_tokens"]
+    full = most is not None and state.tokens >= most  # all is there, if only the index was not written
     into, empty = "train", True  # the split of the document being written; whether it has no token yet
     read = 0  # of the current unit
     with bar, contextlib.closing(_encoded(source, state, tok, workers)) as encoded:
-        for chunk, arrays, places in encoded:
+        for chunk, arrays, places in () if full else encoded:
             for (unit, last, first), ids, place in zip(chunk.marks, arrays, places, strict=True):
                 if unit != state.unit:
                     state.unit, state.documents, read = unit, 0, 0
@@ -466,7 +467,7 @@ def _run(source: sources.Source, folder: Path, request: dict[str, Any], workers:
                     writer.writers[into].add(end_of_text, True)
                     state.tokens += 1
                 state.documents += 1
-                full = request["max_tokens"] is not None and state.tokens >= request["max_tokens"]
+                full = most is not None and state.tokens >= most
                 if full or writer.train_tokens >= request["shard_tokens"]:
                     writer.commit()
                 if full:

@@ -340,7 +340,8 @@ def _folder(folder: Path, file: Path | None = None) -> Tokenizer:
             backend = Backend.from_file(str(file))
         except Exception as error:  # the Rust library raises bare Exception
             raise UserError(f"{file} is not a tokenizer.json: {error}") from None
-        return Tokenizer(backend, _end_of_text(folder, backend), folder.name, folder)
+        whole = folder if file.name == "tokenizer.json" else None  # else what lies beside it is another's
+        return Tokenizer(backend, _end_of_text(folder, backend), folder.name, whole)
     for vocab, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
         if (folder / vocab).is_file() and (folder / merges).is_file():
             return _vocab_and_merges(folder / vocab, folder / merges)

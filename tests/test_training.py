@@ -426,6 +426,10 @@ def test_start_from_another_model_with_the_encoding_swapped(data, tmp_path, caps
     train(same)
     assert json.loads((tmp_path / "same" / "run.json").read_text())["model"]["new_weights"] == []
     assert lines(tmp_path / "same")[0]["loss"] < lines(first)[0]["loss"]
+    file = tmp_path / "mine.py"
+    file.write_text((ROOT / "relpos" / "encodings" / "alibi.py").read_text())
+    train(settings(data, tmp_path / "mine", encoding=f"{file}:learn=true", steps=1, init_from=str(first)))
+    assert json.loads((tmp_path / "mine" / "config.json").read_text())["encoding"] == "mine:learn=true"
     # A resumed run no longer needs the model it started from.
     before = lines(tmp_path / "same")
     shutil.rmtree(tmp_path / "same" / "checkpoint-6")
@@ -498,6 +502,12 @@ def test_recipe_of_the_presets():
     assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay) == (0.9, 0.95, 1e-8, 0.1)
     assert args.max_grad_norm == 1.0 and args.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
     assert args.logging_nan_inf_filter is False  # it would read every loss back from the GPU
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup", "cosine_warmup_with_min_lr"])
+def test_other_schedules(kind, data, tmp_path):
+    train(settings(data, tmp_path / "run", steps=3, overrides={"lr_scheduler_type": kind}))
+    assert len(lines(tmp_path / "run")) == 3
 
 
 # CUDA graphs.
@@ -655,6 +665,9 @@ def test_mistakes_leave_nothing_behind(data, tmp_path):
     fails("initializer_range must be 0 or more", config={**SMALL, "initializer_range": -1})
     fails(r"the Trainer refuses these settings \(.*adam_beta1.*Invalid beta", overrides={"adam_beta1": 2})
     fails(r"the Trainer refuses these settings .*wandb", overrides={"report_to": "wandb"})
+    fails(r"the Trainer refuses these settings .*unexpected keyword", overrides={"lr_scheduler_kwargs": {"best": 1}})
+    fails("save_only_model leaves out the optimizer", overrides={"save_only_model": True})
+    fails("num_train_epochs must be a number, not 'x'", steps=None, overrides={"num_train_epochs": "x"})
     fails("scale must be a number above 0, not 'abc'", config={**SMALL, "scale": "abc"})
     fails("is no folder with a model", init_from=str(tmp_path / "nowhere"))
     fails("table of 16 positions.*max_positions=32", encoding="learned:max_positions=16")

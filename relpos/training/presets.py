@@ -209,6 +209,10 @@ def arguments(
     )
     if fsdp:
         settings |= {"fsdp": True, "fsdp_config": {"version": 2}}
+    if "lr_scheduler_type" in overrides:  # the others know no such option
+        kind = str(getattr(overrides["lr_scheduler_type"], "value", overrides["lr_scheduler_type"]))
+        if kind != settings["lr_scheduler_type"]:
+            del settings["lr_scheduler_kwargs"]
     try:
         made = TrainingArguments(**{**settings, **overrides})
     except (ValueError, TypeError, ImportError) as error:
@@ -218,6 +222,8 @@ def arguments(
         raise UserError(f"transformers refuses these settings: {reason}") from None
     if made.label_smoothing_factor:
         raise UserError("label smoothing needs the logits, which a training step here never holds as a whole")
+    if made.save_only_model:
+        raise UserError("save_only_model leaves out the optimizer and the schedule: the run could not be resumed")
     made._n_gpu = min(made.n_gpu, 1)  # one process is one GPU; more would mean DataParallel, which torchrun replaces
     if made.world_size != spread.processes:
         raise RuntimeError(f"the Trainer sees {made.world_size} processes and there are {spread.processes}")

@@ -330,11 +330,12 @@ def _from(settings: Settings, data: TokenData) -> Any:
         raise UserError(f"--task {settings.task} starts from {' or '.join(wanted)}, {given}")
     _check_init_tokenizer(source, data)
     cls = RelPosForCausalLM if settings.task == "clm" else RelPosForMaskedLM
+    encoding = encodings.by_name(settings.encoding)  # a file has been imported, and a config must not name it
     if kind == "gpt2":
-        return RelPosForCausalLM.from_gpt2(source, encoding=settings.encoding, impl=settings.impl)
+        return RelPosForCausalLM.from_gpt2(source, encoding=encoding, impl=settings.impl)
     if kind == "bert":
-        return RelPosForMaskedLM.from_bert(source, encoding=settings.encoding, impl=settings.impl)
-    model = cls.from_pretrained(source, encoding=settings.encoding)
+        return RelPosForMaskedLM.from_bert(source, encoding=encoding, impl=settings.impl)
+    model = cls.from_pretrained(source, encoding=encoding)
     model.set_impl(settings.impl)
     return model
 
@@ -529,7 +530,7 @@ def _run(
     trainer.remove_callback(PrinterCallback)
     began = time.perf_counter()
     try:
-        with _refusals(settings, ValueError, begun=lambda: screen.step > step):
+        with _refusals(settings, ValueError, TypeError, begun=lambda: screen.step > step):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if trainer.graphs and not bare:
             _free_graphs()
@@ -608,6 +609,8 @@ def _steps(
     steps = _either(settings.steps, "--steps", overrides, "max_steps")
     epochs = overrides.pop("num_train_epochs", None)
     if steps is None and epochs is not None:
+        if not isinstance(epochs, (int, float)):
+            raise UserError(f"num_train_epochs must be a number, not {epochs!r}")
         steps = math.ceil(epochs * (len(data.train) // spread.length) / spread.rows_per_step)
     steps = base.steps if steps is None else steps
     if not isinstance(steps, int) or steps < 1:

@@ -333,6 +333,14 @@ def test_a_tokenizer_beside_another(tmp_path):
     assert data.vocab_size == 400 and decoded(data) == corpus(20)
 
 
+def test_a_tokenizer_that_is_gone(tmp_path):
+    (tmp_path / "t.txt").write_text("\0".join(corpus(20)))
+    data = prepare(str(tmp_path / "t.txt"), tmp_path / "d", "bytes", validation=0.0)
+    shutil.rmtree(tmp_path / "d" / "tokenizer")
+    with pytest.raises(UserError, match="tokenizer is missing"):
+        data.verify()
+
+
 def test_preparing_again_and_over(tmp_path):
     (tmp_path / "t.txt").write_text("hello\0world")
     first = prepare(str(tmp_path / "t.txt"), tmp_path / "d", "bytes", validation=0.0)

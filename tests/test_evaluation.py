@@ -917,7 +917,7 @@ def test_of_a_run_that_has_not_ended_the_last_checkpoint_is_measured(byte_run, t
         shutil.copytree(byte_run, run / f"checkpoint-{step}")
     (run / "checkpoint-120" / "checkpoint.json").write_text('{"files": {"model.safetensors": 1}}')  # cut off
     (np.arange(300) % 256).astype("<u2").tofile(tmp_path / "text.bin")
-    said = f"{run} has not ended: its last checkpoint is measured, checkpoint-100\n"
+    said = f"{run} has not ended, or has lost its config.json: its last checkpoint is measured, checkpoint-100\n"
     shared = ("--out", tmp_path / "out", "--lengths")
     assert command("evaluate", run, "--data", tmp_path / "text.bin", *shared, 64) == 0
     assert capsys.readouterr().err.startswith(said)

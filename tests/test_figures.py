@@ -469,6 +469,22 @@ def test_titles_fit_the_picture():
     assert title.x1 <= fig.bbox.x1 and title.y1 <= fig.bbox.y1
 
 
+def test_few_heads_leave_the_text_room(run):
+    sheet = relpos.figure("t5", "t5:share=false", heads="1", length=16)
+    steps = relpos.figure(run.parent / "small-run", checkpoints=True, heads="1", length=16)
+    for fig in (sheet, steps):
+        fig.draw_without_rendering()
+        for text in fig.texts:
+            box = text.get_window_extent()
+            assert 0 <= box.x0 < box.x1 <= fig.bbox.x1, text.get_text()
+
+
+def test_a_difference_of_two_encodings_names_both():
+    pair = [small("cable"), small("kerple")]
+    (drawn,) = figures._draw(pair, figures.Options(view="difference", length=16))
+    assert drawn.maps.title == "Bias, kerple minus cable, layer 2 of 2"
+
+
 def test_maps_with_one_value():
     held = capture.from_spec("cope", length=16)  # zero at its initial parameters
     drawing.draw(figures.collect(held, figures.Options())).savefig("/dev/null", format="png", dpi=20)

@@ -484,7 +484,7 @@ def test_any_trainer_argument_can_be_overridden(data, tmp_path):
         parse_overrides(["bf16"])
     with pytest.raises(UserError, match="Did you mean 'hidden_size'"):
         parse_config(["hiden_size=8"])
-    with pytest.raises(UserError, match="refuses these settings: adamwhat"):
+    with pytest.raises(UserError, match="refuses these settings .*optim.*: adamwhat"):
         train(settings(data, tmp_path / "x", overrides={"optim": "adamwhat"}))
     assert not (tmp_path / "x").exists()
 
@@ -502,6 +502,17 @@ def test_recipe_of_the_presets():
     assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay) == (0.9, 0.95, 1e-8, 0.1)
     assert args.max_grad_norm == 1.0 and args.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
     assert args.logging_nan_inf_filter is False  # it would read every loss back from the GPU
+
+
+@pytest.mark.parametrize("task", ["clm", "mlm"])
+def test_a_saved_model_keeps_its_cache(task, data, tmp_path):
+    """The Trainer turns it off, for the training."""
+    train(settings(data, tmp_path / "run", steps=2, task=task, overrides={"save_steps": 1}))
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
+        assert json.loads((folder / "config.json").read_text())["use_cache"] is True
+    if task == "clm":
+        ids = torch.zeros(1, 3, dtype=torch.int64)
+        assert RelPosForCausalLM.from_pretrained(tmp_path / "run").eval()(ids).past_key_values is not None
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup", "cosine_warmup_with_min_lr"])

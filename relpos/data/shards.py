@@ -113,9 +113,11 @@ class TokenData:
 
     def verify(self) -> None:
         """Compare the checksum of every file with the index."""
-        if self.tokenizer_hash is not None and self.tokenizer_folder is not None:
+        if self.tokenizer_hash is not None:
             from relpos.data import tokenizer
 
+            if self.tokenizer_folder is None:
+                raise UserError(f"the tokenizer in {self.folder / TOKENIZER} is missing; prepare the data again")
             if tokenizer.load(self.tokenizer_folder).hash != self.tokenizer_hash:
                 raise UserError(f"the tokenizer in {self.tokenizer_folder} is not the one that made the data")
         for stream in (self.train, self.validation):

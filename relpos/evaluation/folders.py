@@ -34,12 +34,13 @@ class Outcome:
 
 
 def model_folder(path: str | Path) -> str:
-    """The folder of the model that is meant: of a run that has not ended its last checkpoint, which is said."""
+    """The folder of the model that is meant: of a run without a model of its own its last checkpoint, which is said."""
     found = final(Path(path)) if os.path.isdir(path) else Path(path)
     if found == Path(path):  # a name on the hub, too
         return str(path)
     if os.environ.get("RANK", "0") == "0":
-        print(f"{path} has not ended: its last checkpoint is measured, {found.name}", file=sys.stderr, flush=True)
+        why = "has not ended, or has lost its config.json"
+        print(f"{path} {why}: its last checkpoint is measured, {found.name}", file=sys.stderr, flush=True)
     return str(found)
 
 

@@ -134,9 +134,7 @@ def _explained(held: Capture, options: Options, kind: str) -> str:
     return _EXPLAINED[kind].format(alone=alone, product=product)
 
 
-def _finite(
-    rows: Iterable[tuple[int, Any]], held: Capture, options: Options, kind: str
-) -> Iterable[tuple[int, Any]]:
+def _finite(rows: Iterable[tuple[int, Any]], held: Capture, options: Options, kind: str) -> Iterable[tuple[int, Any]]:
     """The rows, each looked at, with word of how far they are."""
     for start, cells in rows:
         if options.report is not None:
@@ -235,6 +233,9 @@ def _draw_difference(first: Capture, second: Capture, options: Options) -> Drawn
     size = np.nanmax(np.abs(values), axis=(1, 2))
     made = Maps("difference", a.heads, a.length, values, -size, size, a.block)
     made.title = _title(second, options, f"{kind}, {second.name} minus {first.name}")
+    if first.title != second.title:  # then neither stands for both
+        made.title = made.title.removeprefix(f"{second.title}: ")
+        made.title = made.title[0].upper() + made.title[1:]
     what = [_explained(held, options, kind) + ". " for held in (first, second)]
     if what[0] == what[1]:  # once is enough
         made.caption, what = what[0], ["", ""]

@@ -5,6 +5,7 @@ Each function takes (label, result) pairs as `relpos.evaluation.compare` loads t
 
 from __future__ import annotations
 
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,12 @@ def _train_length(ax: Axes, results: Results) -> None:
     if len(stated) == 1:
         length = stated.pop()
         ax.axvline(length, color="0.6", linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+        low, high = ax.get_xlim()
+        late = math.log(length / low) > 0.75 * math.log(high / low)  # no room to its right
         ax.annotate(
-            f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), xytext=(3, -4),
-            textcoords="offset points", fontsize=8, color="0.35", va="top",
+            f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), xytext=(-3 if late else 3, -4),
+            textcoords="offset points", fontsize=8, color="0.35", va="top", ha="right" if late else "left",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )  # fmt: skip
 
 
@@ -149,7 +153,7 @@ def _merged(rows: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _every(rows: list[dict[str, Any]]) -> np.ndarray | None:
-    """The loss at every position, each from the shortest windows that reach it; None where a result does not hold it."""
+    """The loss at every position, each from the shortest windows that reach it; None where a result lacks it."""
     if not all("loss_f32_base64" in row["positions"] for row in rows):
         return None
     parts, done = [], 0

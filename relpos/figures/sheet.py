@@ -10,12 +10,13 @@ from relpos.figures.style import Figure, style
 
 
 def draw(rows: Sequence[Maps], names: Sequence[tuple[str, str]], caption: str = "", title: str = "") -> Figure:
-    """Every map with its own colour range; the figure of each encoding has the numbers. A row has a name and a remark."""
+    """Every map with its own colour range; an encoding's own figure has the numbers. A row has a name and a remark."""
     columns = max(len(maps.heads) for maps in rows)
     side, gap, left, right, top = 1.0, 0.08, 1.75, 0.15, 0.55 if title else 0.3
-    lines = textwrap.wrap(caption, int((left + columns * (side + gap)) * 13))
+    width = max(left + columns * side + (columns - 1) * gap + right, 4.5)
+    start = left if columns > 7 else right  # where text begins: beside few maps it would not have room
+    lines = textwrap.wrap(caption, int((width - start - right) * 15))
     bottom = 0.2 + 0.17 * len(lines)
-    width = left + columns * side + (columns - 1) * gap + right
     height = top + len(rows) * side + (len(rows) - 1) * gap + bottom
     with style():
         fig = Figure(figsize=(width, height), facecolor="white")
@@ -36,8 +37,8 @@ def draw(rows: Sequence[Maps], names: Sequence[tuple[str, str]], caption: str = 
                 if row == 0:
                     ax.set_title(f"Head {maps.heads[index] + 1}", size=8, pad=3)
         if title:
-            fig.text(left / width, 1 - 0.18 / height, title, size=12, weight="bold", va="center")
+            fig.text(start / width, 1 - 0.18 / height, title, size=12, weight="bold", va="center")
         fig.text(
-            left / width, (bottom - 0.15) / height, "\n".join(lines), size=8, va="top", color="0.25", linespacing=1.35
+            start / width, (bottom - 0.15) / height, "\n".join(lines), size=8, va="top", color="0.25", linespacing=1.35
         )
     return fig

@@ -12,8 +12,8 @@ from relpos.figures.style import Figure, style
 def draw(steps: Sequence[int], maps: Sequence[Maps], title: str, caption: str) -> Figure:
     heads = maps[0].heads
     side, gap_x, gap_y, left, right, top = 1.7, 0.12, 0.16, 0.75, 0.85, 0.8
-    width = left + len(steps) * (side + gap_x) - gap_x + right
-    lines = textwrap.wrap(caption, max(40, int(width * 12.5)))
+    width = max(left + len(steps) * (side + gap_x) - gap_x + right, 5.5)
+    lines = textwrap.wrap(caption, int((width - left) * 14.5))
     bottom = 0.25 + 0.17 * len(lines)
     height = top + len(heads) * (side + gap_y) - gap_y + bottom
     with style():

@@ -219,7 +219,7 @@ def arguments(
         if not overrides:
             raise
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"transformers refuses these settings: {reason}") from None
+        raise UserError(f"transformers refuses these settings ({', '.join(overrides)}): {reason}") from None
     if made.label_smoothing_factor:
         raise UserError("label smoothing needs the logits, which a training step here never holds as a whole")
     if made.save_only_model:

@@ -367,6 +367,8 @@ def plot(runs: dict[str, Path], out: Path, entropy: float | None = None) -> None
             at = [x["step"] * per_step / 1e6 for x in held]
             axes.plot(at, [x["loss"] for x in held], "o", color=colour, markersize=4, label=label)
         highest = max(highest, losses[0])
+    if len(runs) > 1 and any(read_lines(folder / VALIDATION) for folder in runs.values()):
+        axes.plot([], [], "o", color="0.4", markersize=4, label="validation")
     if entropy is not None:
         axes.axhline(entropy, color="0.4", linestyle="--", linewidth=1, label="unigram entropy of the corpus")
     axes.set_xlabel("tokens read, millions")

@@ -90,6 +90,8 @@ class RelPosTrainer(Trainer):
         self._norm_of_step: Any = None
         self._parameters: int | None = None
         self._steps: list[tuple[int, Tensor, Any, float, bool]] = []  # not yet read back from the device
+        model = args[0] if args else kwargs["model"]
+        self._use_cache: bool = model.config.use_cache  # the parent turns it off, and would save that
         super().__init__(*args, **kwargs)
 
     # Who is decayed.
@@ -236,7 +238,11 @@ class RelPosTrainer(Trainer):
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        model.save_pretrained(folder, state_dict=state_dict)
+        now, model.config.use_cache = model.config.use_cache, self._use_cache
+        try:
+            model.save_pretrained(folder, state_dict=state_dict)
+        finally:
+            model.config.use_cache = now
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 

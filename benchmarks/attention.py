@@ -226,7 +226,7 @@ def measure(make, q, k, v, do, hidden) -> dict:
 
 
 def decoding(result: dict) -> None:
-    """One query against a cache, beside SDPA without bias. The floor is reading K and V."""
+    """One query against a cache, beside SDPA without bias and K and V at the speed of a copy. Terms are made before."""
     for batch in (1, 64):
         for cached in (1024, 8192, 65536):
             torch.manual_seed(0)
